@@ -60,7 +60,7 @@ def plan(facts: Facts) -> UpgradePlan:
     if facts.image:
         raise CairnError(
             f"this Cairn is part of the image {facts.image}, which stays as it is: build or pull a newer image "
-            "(docker/README.md), and start the container anew with it and the same volume"
+            "(docker/README.md), and start a container from it with the same volume"
         )
     if facts.checkout is not None:
         where = shlex.quote(str(facts.checkout))
@@ -96,7 +96,7 @@ def _source(direct_url: dict[str, Any], has_source: bool) -> str:
     if "dir_info" in direct_url:
         folder = unquote(urlsplit(url).path)
         if not has_source:
-            raise CairnError(f"this Cairn was installed from {folder}, which is gone: install it anew from a checkout")
+            raise CairnError(f"this Cairn was installed from {folder}, which is gone: install it again from a checkout")
         return folder
     raise CairnError(
         f"this Cairn was installed from the file {url}, which does not change: install a newer file in the same manner"
@@ -155,7 +155,7 @@ def _direct_url(package: Distribution) -> dict[str, Any] | None:
     except ValueError:
         value = []
     if value is not None and not isinstance(value, dict):
-        raise CairnError(f"direct_url.json of the package {DISTRIBUTION} is damaged: install it anew by hand")
+        raise CairnError(f"direct_url.json of the package {DISTRIBUTION} is damaged: install it again by hand")
     return value
 
 

@@ -166,7 +166,7 @@ def audit_receipts(text: str, files: Sequence[Path], peer: PeerKey | None, home:
         async with connect(text, via) as r:
             words = [open_receipt(data, r.spec.run_id, r.spec.owner_key) for data in given]
             if key is not None:
-                words = [item.word for item in (await r.log.receipts(key, limit=50))[0]]
+                words = [item.word for item in await r.log.receipts(key)]
             wrong = []
             for word in words:
                 b = word.body

@@ -94,7 +94,7 @@ class _Run(BaseModel):
 
 
 def page_of(place: str) -> str:
-    """Return the address of the page that a place names, with a slash at its end. Raise CairnError.
+    """Return the address of the page that a place names, with a slash at its end. Raises CairnError.
 
     A place is the address of a page, with or without a view of it, or HOST[:PORT].
     """
@@ -109,7 +109,7 @@ def page_of(place: str) -> str:
 
 
 async def ask(place: str) -> ListedRun:
-    """Return the run of the coordinator that a place names: an invite, or what `page_of` takes. Raise CairnError."""
+    """Return the run of the coordinator that a place names: an invite, or what `page_of` takes. Raises CairnError."""
     is_invite = re.match(r"cairn[0-9]+:", place) is not None
     try:
         async with async_timeout.timeout(ANSWER_SECONDS):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shutil import disk_usage
@@ -247,15 +247,15 @@ class Coordinator:
             host = self._config.public[0].host if self._config.public else "127.0.0.1"
         return f"http://{HostPort(host, self.page_port)}/"
 
-    def invite(self, code: str = "", addresses: Sequence[str] | None = None) -> Invite:
-        """Return an invite to this run; `addresses` of the swarm default to those that the view knows now."""
+    def invite(self, code: str = "") -> Invite:
+        """Return an invite to this run, with the addresses of the swarm that the view knows now."""
         if self.fingerprint is None:
             raise RuntimeError("the coordinator is not started")
         host = self._config.listen_host
         if host in ("0.0.0.0", "::"):
             host = "127.0.0.1"
         public = self._config.public or (HostPort(host, self.grpc_port),)
-        found = one_per_peer_first(self._view.addresses() if addresses is None else addresses)[:MAX_SWARM_ADDRESSES]
+        found = one_per_peer_first(self._view.addresses())[:MAX_SWARM_ADDRESSES]
         return Invite(self.run, self.fingerprint, public, code, found)
 
     def published_invite(self) -> Invite | None:

@@ -245,7 +245,7 @@ class CoordinatorClient:
     # -- the calls -------------------------------------------------------------------------------------------
 
     async def get_run(self, *, attempts: int | None = None) -> RunInfo:
-        """Return the spec, verified against the run id. `attempts` replaces the usual number. Raise CairnError."""
+        """Return the spec, verified against the run id. `attempts` replaces the usual number. Raises CairnError."""
         request = wire.GetRunRequest(run=bytes(self._invite.run))
         reply: wire.GetRunReply = await self._call(lambda stub, t: stub.GetRun(request, timeout=t), attempts)
         self._spec = open_spec(reply.spec, self._invite.run)
@@ -253,7 +253,7 @@ class CoordinatorClient:
         return self._run_info(reply, self._spec)
 
     async def get_run_again(self) -> RunInfo:
-        """Return the same without another copy of the spec, after one attempt. Raise CairnError."""
+        """Return the same without another copy of the spec, after one attempt. Raises CairnError."""
         if self._spec is None:
             return await self.get_run(attempts=1)
         request = wire.GetRunRequest(run=bytes(self._invite.run), knows_spec=True)
@@ -275,7 +275,7 @@ class CoordinatorClient:
 
         `code` replaces the invite's. `nonce`: the key's proof of work, if the run asks for one.
 
-        Raise CoordinatorRefused with the coordinator's reason, and CairnError for other failures.
+        Raises CoordinatorRefused with the coordinator's reason, and CairnError for other failures.
         """
         spec = self._spec or (await self.get_run()).spec
         code = self._invite.code if code is None else code
@@ -298,7 +298,7 @@ class CoordinatorClient:
         return GrantedAdmission(decoder.decode(reply.admission, Admission), usable_addresses(reply.addresses), ahead)
 
     async def status(self) -> SwarmStatus:
-        """Return the status of the swarm. Raise CairnError."""
+        """Return the status of the swarm. Raises CairnError."""
         request = wire.StatusRequest(run=bytes(self._invite.run))
         m: wire.StatusReply = await self._call(lambda stub, t: stub.Status(request, timeout=t))
         return SwarmStatus(
@@ -314,30 +314,30 @@ class CoordinatorClient:
         )  # fmt: skip
 
     async def account(self, peer: PeerKey) -> PeerCredits:
-        """Return a peer's earnings; all zero for an unknown peer. Raise CairnError."""
+        """Return a peer's earnings; all zero for an unknown peer. Raises CairnError."""
         request = wire.AccountRequest(run=bytes(self._invite.run), peer=bytes(peer))
         m: wire.AccountReply = await self._call(lambda stub, t: stub.Account(request, timeout=t))
         return PeerCredits(_text(m.name), m.micro_credits_settled, m.micro_credits_pending, m.tokens, m.rounds)
 
     async def publish_directive(self, sent: bytes = b"") -> wire.DirectiveReply:
-        """Publish the owner's signed directive; without one, request the newest. Raise CairnError."""
+        """Publish the owner's signed directive; without one, request the newest. Raises CairnError."""
         request = wire.DirectiveRequest(run=bytes(self._invite.run), directive=sent)
         return await self._call(lambda stub, t: stub.PublishDirective(request, timeout=t))
 
     async def bind(self, binding: bytes) -> int:
-        """Hand in a signed binding; return the number of the account's peers after it. Raise CairnError."""
+        """Hand in a signed binding; return the number of the account's peers after it. Raises CairnError."""
         request = wire.BindRequest(run=bytes(self._invite.run), binding=binding)
         reply: wire.BindReply = await self._call(lambda stub, t: stub.Bind(request, timeout=t))
         return reply.peers
 
     async def certificates(self, after: Digest, limit: int) -> tuple[Sequence[bytes], bool]:
-        """Return certificates that follow a record, unverified, and whether there are more. Raise CairnError."""
+        """Return certificates that follow a record, unverified, and whether there are more. Raises CairnError."""
         request = wire.CertificatesRequest(run=bytes(self._invite.run), after=after, limit=limit)
         reply: wire.CertificatesReply = await self._call(lambda stub, t: stub.Certificates(request, timeout=t))
         return list(reply.certificates), reply.more
 
     async def certificate(self, record: Digest) -> bytes | None:
-        """Return the certificate of one record of any branch, unverified; None if it is not kept. Raise CairnError."""
+        """Return the certificate of one record of any branch, unverified; None if it is not kept. Raises CairnError."""
         request = wire.CertificatesRequest(run=bytes(self._invite.run), record=record)
         reply: wire.CertificatesReply = await self._call(lambda stub, t: stub.Certificates(request, timeout=t))
         return reply.certificates[0] if reply.certificates else None
@@ -413,7 +413,7 @@ class CoordinatorClient:
 def server_certificate(endpoint: HostPort) -> bytes:
     """Return the certificate (DER) that a server shows. It is only compared, not trusted.
 
-    Raise CoordinatorUnreachable, WrongCoordinator.
+    Raises CoordinatorUnreachable, WrongCoordinator.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False

@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
-    """Write all of `data`, however much of it the system writes at once. Raise OSError."""
+    """Write all of `data`, however much of it the system writes at once. Raises OSError."""
     view = memoryview(data)
     while view:
         written = os.pwrite(descriptor, view, offset)
@@ -20,7 +20,7 @@ def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
 
 
 def write_durably(path: Path, parts: Iterable[bytes | bytearray | memoryview], *, scratch: Path | None = None) -> int:
-    """Replace `path` by a file of these parts. Return its bytes. Raise OSError, after which the old file is there.
+    """Replace `path` by a file of these parts. Return its bytes. Raises OSError, after which the old file is there.
 
     `scratch`: a folder of the same file system for the temporary file; by default it is hidden in the same folder.
     """
@@ -43,7 +43,7 @@ def write_durably(path: Path, parts: Iterable[bytes | bytearray | memoryview], *
 
 
 def link_into(path: Path, other: Path) -> None:
-    """Give a file a second name, which may be on another disk. Neither is written to again. Raise OSError."""
+    """Give a file a second name, which may be on another disk. Neither is written to again. Raises OSError."""
     temporary = other.with_name(f".{other.name}.{os.getpid()}.part")
     temporary.unlink(missing_ok=True)
     try:
@@ -56,13 +56,13 @@ def link_into(path: Path, other: Path) -> None:
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Give a finished, flushed file its name. Raise OSError."""
+    """Give a finished, flushed file its name. Raises OSError."""
     os.replace(temporary, path)
     flush_folder(path.parent)
 
 
 def flush_folder(folder: Path) -> None:
-    """Make renames and removals in a folder durable. Raise OSError."""
+    """Make renames and removals in a folder durable. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

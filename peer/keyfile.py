@@ -23,7 +23,7 @@ RESTORE_OR_RENEW = "restore it from a copy, or move it away and a new identity i
 def load_or_make(path: Path | str) -> Identity:
     """Return the identity in `path`; make one there, durably and with mode 0600, when there is no such file.
 
-    A key file that others can read is closed to them again, with a warning. Raise IdentityError, with the remedy, for
+    A key file that others can read is closed to them again, with a warning. Raises IdentityError, with the remedy, for
     a file that is damaged, not ours to read, or cannot be written.
     """
     path = Path(path).expanduser()
@@ -42,7 +42,7 @@ def load_or_make(path: Path | str) -> Identity:
 
 
 def load(path: Path, remedy: str = "restore it from a copy, or name another file") -> Identity:
-    """Return the identity in `path`, as `load_or_make` does. Raise FileNotFoundError, and IdentityError.
+    """Return the identity in `path`, as `load_or_make` does. Raises FileNotFoundError, and IdentityError.
 
     `remedy` is for a file that is no key.
     """
@@ -84,7 +84,7 @@ def _close_to_others(path: Path, fd: int, info: os.stat_result) -> None:
         ) from None
     log.warning(
         "others could read the key file %s (mode %04o): it is 0600 again; if anybody may have copied it, move it away "
-        "and start anew", path, stat.S_IMODE(info.st_mode),
+        "and start again with a new key", path, stat.S_IMODE(info.st_mode),
     )  # fmt: skip
 
 

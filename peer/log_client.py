@@ -115,9 +115,9 @@ class LogClient:
             raise MalformedError(f"the coordinator's balances are not at most {BALANCES_PAGE} by ascending key")
         return _field(answer, "size", _count), dict(found)
 
-    async def receipts(self, peer: PeerKey, before: int = 0, limit: int = 50) -> tuple[list[Receipted], int | None]:
-        """Return a peer's receipts, newest first, and `before` of the next page."""
-        answer = await self._get("/api/receipts", peer=str(peer), before=before or None, limit=limit)
+    async def receipts(self, peer: PeerKey, limit: int = 50) -> list[Receipted]:
+        """Return a peer's newest receipts, newest first."""
+        answer = await self._get("/api/receipts", peer=str(peer), limit=limit)
         found = []
         for item in _items(answer, "receipts", dict)[:limit]:
             word = open_receipt(_field(item, "bytes", _bytes), self._run, self._owner)
@@ -126,8 +126,7 @@ class LogClient:
             status = _field(item, "status", _text)
             why = _text(str(item.get("void_reason", ""))) if status == "voided" else ""
             found.append(Receipted(word, status if status in STATUSES else "unknown", why))
-        following = answer.get("next")
-        return found, None if following is None else _field(answer, "next", _count) or None
+        return found
 
     async def totals(self, key: PeerKey) -> CreditTotals:
         """Return the totals of a peer or an account; all zero for a key that is unknown."""

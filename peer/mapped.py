@@ -24,7 +24,7 @@ _FAILED = ctypes.c_void_p(-1).value
 def mapped_file(path: Path) -> memoryview:
     """Return a file's bytes, read-only and valid as long as they are held, even if the file is removed meanwhile.
 
-    Later writes to the file show in them. Raise OSError.
+    Later writes to the file show in them. Raises OSError.
     """
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -41,5 +41,5 @@ def mapped_file(path: Path) -> memoryview:
 
 
 def mapped_files(paths: Iterable[Path]) -> tuple[memoryview, ...]:
-    """Return `mapped_file` of each path. Raise OSError."""
+    """Return `mapped_file` of each path. Raises OSError."""
     return tuple(map(mapped_file, paths))

@@ -33,7 +33,7 @@ class AuditPenalties:
     by_key: Mapping[PeerKey, AuditPenalty] = field(default_factory=dict)
 
     def of(self, key: PeerKey) -> AuditPenalty:
-        """Return the penalty of a key; that of most is none."""
+        """Return a key's penalty: `_NO_PENALTY` for most keys."""
         return self.by_key.get(key, _NO_PENALTY)
 
     def after(self, decision: AuditDecision, round_: Round, bar_rounds: int) -> AuditPenalties:

@@ -45,7 +45,7 @@ RAISED = 4
 """Times the usual rates, at most, while keys with much of the stake were convicted."""
 
 RAISED_BY = 16
-"""Equal keys of which one conviction raises the rates as far as they go."""
+"""If stake is divided among this many equal keys, one conviction raises the rates to their maximum."""
 
 BY_STRENGTH: tuple[AuditCheck, ...] = ("replay", "loss")
 """Checks that may be due, the one that decides more first."""
@@ -80,9 +80,9 @@ class AuditRule:
         return cls(owner=spec.owner_key)
 
     def raised(self, convicted: int, total: int) -> AuditRule:
-        """Return the rule for a branch whose newest records convict keys that had this stake, beside the stake of all.
+        """Return the rule for a branch that recently convicted keys with `convicted` stake; all others have `total`.
 
-        One liar is seldom alone, and a jury's work is dearer than more audits. No single peer's word raises a rate.
+        Liars seldom act alone, and a jury costs more than extra audits. One peer's report never raises a rate.
         """
         if not convicted:
             return self

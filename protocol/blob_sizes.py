@@ -109,7 +109,7 @@ def blob_size(codec: CodecSpec, layout: Layout) -> int:
 
 
 def mean_size(codec: CodecSpec, layout: Layout) -> int:
-    """Return the bytes of all shards of the mean, but for their headers: as `Reduction.total_size(1)`."""
+    """Return the bytes of all shards of the mean, but for their headers: as `Reduction.size(1, 0)`."""
     match codec.kind:
         case "sparse":
             k = min(BLOCK, MEAN_KEEP_FACTOR * codec.k)

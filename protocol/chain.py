@@ -5,18 +5,18 @@ reduced shards if there are any. The parent of round 0 is `genesis_digest(run)`.
 weight of a record is the number of windows accepted from the genesis up to it, as weighed (`update_weights.py`).
 
 Fork choice. It goes down from the newest finalized record. After a rollback that is the record to which the run was
-rolled back, and then records that carry that directive. Of several records with the same parent, it takes the one that
-has most stake for it. This is stake at the parent, which both sides know: neither speed nor claims buy anything. Each
-key counts once, where its newest message is, however many records it signs (LMD-GHOST: Sompolinsky and Zohar 2015,
-Buterin et al. 2020, arXiv 2003.03052). Of one key's messages the one whose windows end later is newer: its count of
-windows never restarts, whichever branch it is on. Heights would not do: a key that left a longer branch would still
-count there. Ties: more keys, then more windows, then the smaller digest.
+rolled back, and then records that carry that directive. Among records with the same parent it chooses the one with the
+most stake behind it. Stake is measured at the parent, which both sides know, so neither speed nor claims help. Each key
+counts once, where its newest message is, however many records it signs (LMD-GHOST: Sompolinsky and Zohar 2015, Buterin
+et al. 2020, arXiv 2003.03052). Of one key's messages the one whose windows end later is newer: its count of windows
+never restarts, whichever branch it is on. Heights would not do: a key that left a longer branch would still count
+there. Ties: more keys, then more windows, then the smaller digest.
 
-Limits of that clock. A key whose windows end lower than on the branch that it left still counts there, until they
-end higher again. Meanwhile a coalition with less than half of the stake may win that branch. In a replayable run an
-honest trainer never ends lower, unless its saved state is lost. With error feedback it may (`peer.training.windows`),
-above all after a split in which it announced more windows than one update may claim. It claims them again, one update
-after the other, so that none is lost.
+This order of messages has a limit. A key that moves to another branch keeps counting on the old one until its windows
+on the new one end later. Meanwhile a coalition with less than half of the stake may make the old branch win. In a
+replayable run an honest trainer's windows never end earlier, unless its saved state is lost. With error feedback they
+may (`peer.training.windows`), above all after a split in which it announced more windows than one update may claim. It
+claims them again, one update after the other, so that none is lost.
 
 Finalization and rollback. The head always descends from the record of the newest finalization, or, without one, from
 the record to which the run was rolled back (`required_ancestor`). A finalization whose record has not arrived is
@@ -64,7 +64,7 @@ from protocol.update_weights import weigh
 WITHOUT_BANNED = "without the peers whom the run's owner has banned it had no quorum"
 
 MAX_CACHED_STAKES = 16
-"""Records of which the stakes are remembered, beside one for each side record: there may be as many forks."""
+"""Number of records whose stakes are cached, besides one per side record, since each may begin a fork."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +284,7 @@ class Chain:
         return a is not None and b is not None and self._descends(b, a)
 
     def announce(self, header: Signed[UpdateHeader]) -> None:
-        """Count a header that came by itself: its author is for its parent, also if no record lists it.
+        """Count a header that arrived on its own as support for its parent, even if no record lists it.
 
         Without this, a peer that proposes several records in a row decides which keys are for them. Only authors with
         stake count.
@@ -707,7 +707,7 @@ class Chain:
             raise FinalizedConflict(f"record {digest.short}: {WITHOUT_BANNED}")
         if (rollback := self.rollback) is None:
             return
-        # Of the rounds before the rollback's, a record may be an ancestor of the one that it names, until that is here.
+        # Until the rollback's record arrives, an earlier record may turn out to be its ancestor.
         is_here = rollback.record in self._nodes
         if (
             parent.height < rollback.round

@@ -78,9 +78,9 @@ def open_envelope(encoded: bytes, kind: str, *, limit: int = MAX_ENVELOPE) -> En
     return Envelope(kind, author, message.payload, bytes(encoded))
 
 
-def claimed_kind(encoded: bytes, *, limit: int = MAX_ENVELOPE) -> str:
+def claimed_kind(encoded: bytes) -> str:
     """Return the kind that an envelope claims, unverified: only to choose how to decode it. Raises MalformedError."""
-    return _parsed(encoded, "signed", limit).kind
+    return _parsed(encoded, "signed", MAX_ENVELOPE).kind
 
 
 def claimed_author(encoded: bytes, *, limit: int = MAX_ENVELOPE) -> PeerKey:

@@ -53,7 +53,7 @@ class QuantisedForm:
         return TensorShape(name, (codes,), "U8"), TensorShape(name + ABSMAX, (-(-values // BLOCK),))
 
     def quantise(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the codes and scales of a weight on the CPU. Raise SpecError."""
+        """Return the codes and scales of a weight on the CPU. Raises SpecError."""
         functional = imported()
         if self.dtype == "nf4":
             codes, state = functional.quantize_4bit(weight.float(), blocksize=BLOCK, quant_type="nf4")
@@ -63,7 +63,7 @@ class QuantisedForm:
         return codes.flatten(), state.absmax
 
     def values(self, codes: Tensor, absmax: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the weight in this dtype. Raise SpecError."""
+        """Return the weight in this dtype. Raises SpecError."""
         functional, numel = imported(), self.shape.numel()
         # With AVX-512 the library takes a new scale at the start of each row: so each row is a block, or there is one.
         # A row with an odd number of values would make the library compile C++. The last one is left out again.
@@ -144,7 +144,7 @@ def _even_steps(device: torch.device) -> Tensor:
 
 
 def imported() -> Any:
-    """Return the functions of bitsandbytes. Raise SpecError if it is not installed.
+    """Return the functions of bitsandbytes. Raises SpecError if it is not installed.
 
     On some CPUs it would load a kernel from a model hub by the package `kernels`, or warn that this package is not
     installed. No function that is used here needs that kernel.

@@ -62,7 +62,7 @@ class RecordNode:
         self.weighed: dict[PeerKey, int] = {}
         """The windows that its record accepts, as weighed, by contributor."""
         self.histories: dict[PeerKey, AuthorHistory] = {}
-        """Of its contributors; of a snapshot, of all authors up to here."""
+        """Histories of this record's contributors; in a snapshot, of all authors so far."""
         self.is_snapshot = False
         self.announced: dict[PeerKey, int] = {}
         """Ends of the windows of headers that came by themselves and name this record as their parent, by author."""
@@ -112,7 +112,7 @@ class RecordNode:
         return found
 
     def latest_messages(self, *, beside: RecordNode | None = None) -> dict[PeerKey, int]:
-        """Return the keys that are for this record, each with the end of its windows in its newest message here.
+        """Return the keys that support this record, each with the end of its windows in its newest message here.
 
         They are those that voted for it, the contributors of all records built on it, and those that announced an
         update here. Their headers name a record here as the parent, so nobody can list them unless they are for it.

@@ -87,10 +87,6 @@ class Reduction:
         """Bytes of the reduced shard's blob."""
         return self.shard_codec(count, shard).size
 
-    def total_size(self, count: int) -> int:
-        """Bytes of all reduced shards together."""
-        return make_shard_codec(self.codec, self.codec.layout).size + (count - 1) * HEADER
-
     # -- what committees do ----------------------------------------------------------------------------------
 
     def check_slice(self, blob: Blob, count: int, shard: int) -> None:

@@ -272,7 +272,7 @@ class ConversationSpec(Section):
         description="tokens that a window counts as: the mean of its trained tokens over all training windows, rounded"
     )
     attention: Literal["document", "window"] = Field(
-        description="document: attention and positions begin anew with each document of a window; window: the model "
+        description="document: attention and positions begin again with each document of a window; window: the model "
         "cannot do that, so a token sees all of its window before it"
     )
     chat: ChatSpec | None = Field(default=None, description="absent if no document is a conversation")

@@ -30,8 +30,9 @@ class StakeRule:
     def stakes(self, node: RecordNode) -> dict[PeerKey, int]:
         """Return the stake, in windows, of every key that has some in the round after a record.
 
-        Those are the weighed windows of the STAKE_ROUNDS rounds that end `hold_rounds` before it, on its branch. Those
-        that a verdict voids do not count, nor those before a decision that cost the stake, and the banned have none.
+        Those are the weighed windows of the STAKE_ROUNDS rounds that end `hold_rounds` before it, on its branch.
+        Windows that a verdict voids do not count. Nor do windows from before a decision that cost the key its stake.
+        Banned keys have none.
         """
         newest = node.height - self.hold_rounds
         oldest = newest - STAKE_ROUNDS

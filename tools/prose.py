@@ -1,7 +1,8 @@
 """Check the English of docstrings, comments and Markdown pages: `python -m tools.prose [PATH...]`.
 
 Each finding names the file, the line, the rule and the sentence. `findings_in` holds the rules. Code, tables, literal
-blocks, headings and quotations are not prose: they are masked or left out before a rule is applied.
+blocks, headings and quotations are not prose: they are masked or left out before a rule is applied. Other strings of
+some words are messages (errors, log lines, descriptions), which need not be sentences: only their words are checked.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ MAX_WORDS = 30
 
 LEAD_IN_WORDS = 6
 """A sentence of at most this length that ends with a colon introduces a list and is read as a heading."""
+
+MESSAGE_WORDS = 4
+"""A string in code that has this many words is a message to people."""
 
 SUFFIXES = (".md", ".proto", ".py")
 SKIPPED = re.compile(r"\.|build$|templates$|demo-run$|.*\.egg-info$|.*_pb2")
@@ -116,8 +120,12 @@ def findings_in(paragraph: Paragraph, path: str) -> Iterator[Finding]:
             rules.append("has no subject, or is an inverted conditional")
         elif paragraph.opens_function and number == 0 and NO_VERB.match(opening):
             rules.append("a function opens with a verb: Return, Raise, Yield, ...")
-        rules += [f"{found[0]!r}: {remedy}" for pattern, remedy in _BANNED if (found := pattern.search(masked))]
-        yield from (Finding(path, line, rule, shown) for rule in rules)
+        yield from (Finding(path, line, rule, shown) for rule in [*rules, *banned_in(masked)])
+
+
+def banned_in(masked: str) -> Iterator[str]:
+    """Yield a rule for each banned word in a sentence."""
+    return (f"{found[0]!r}: {remedy}" for pattern, remedy in _BANNED if (found := pattern.search(masked)))
 
 
 def sentences(lines: Lines) -> Iterator[tuple[int, str, str]]:
@@ -188,6 +196,20 @@ def _strings(tree: ast.AST) -> Iterator[tuple[int, str, bool]]:
             yield from _strings(node)
 
 
+def messages(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the messages in a module's code, each with its line; X stands for what an f-string fills in."""
+    tree = ast.parse(source)
+    nodes = list(ast.walk(tree))
+    inner = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    inner.update(id(node.value) for node in nodes if isinstance(node, ast.Expr))  # docstrings: see `_strings`
+    for node in nodes:
+        if isinstance(node, ast.Constant | ast.JoinedStr) and id(node) not in inner:
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            text = "".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in parts)
+            if len(text.split()) >= MESSAGE_WORDS:
+                yield node.lineno, " ".join(text.split())
+
+
 def _is_imperative(node: ast.AST) -> bool:
     """Return whether a docstring of this node must open with a verb: a function's, but no property's or test's."""
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name.startswith("test_"):
@@ -236,7 +258,11 @@ def of_markdown(source: str) -> Iterator[Paragraph]:
 def check(path: Path) -> list[Finding]:
     """Return the findings in one file."""
     read = {".py": of_python, ".md": of_markdown, ".proto": of_proto}[path.suffix]
-    found = (f for p in read(path.read_text(encoding="utf-8")) for f in findings_in(p, str(path)))
+    source = path.read_text(encoding="utf-8")
+    found = [f for p in read(source) for f in findings_in(p, str(path))]
+    if path.suffix == ".py" and "tests" not in path.parts:  # tests have sentences that others wrote
+        said = (sentence for message in messages(source) for sentence in sentences([message]))
+        found += [Finding(str(path), line, rule, shown) for line, shown, masked in said for rule in banned_in(masked)]
     return sorted(found, key=lambda f: f.line)
 
 

@@ -58,7 +58,7 @@ class Replica:
             named[name].grad = part.clone()
         torch.nn.utils.clip_grad_norm_(named.values(), clip)
         self.inner.set_rate(factor)
-        self.inner.optimizer_step(StepResult(0.0, 0.0, is_finite=True))
+        self.inner.optimizer_step(StepResult(0.0, is_finite=True))
 
 
 def _gradient(parameter: torch.nn.Parameter) -> Tensor:

@@ -99,7 +99,7 @@ STUDIES: dict[str, tuple[Row, ...]] = {
         _from(BASE, "beta 1", beta=1.0),
         _from(BASE, "the own model keeps what was not sent", carry=1.0),
         _from(BASE, "no clip", clip=False),
-        _from(BASE, "AdamW's moments start anew each round", forget=True),
+        _from(BASE, "AdamW's moments start at 0 each round", forget=True),
     ),
     "outer": (
         _from(BASE, "rate 1", outer_lr=1.0),

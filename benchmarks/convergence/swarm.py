@@ -169,7 +169,8 @@ class Cairn(Method):
         if self.reduction is None:
             self.gathered(size, waits=not self.overlap)
         else:
-            sums = self.reduction.total_size(self.setting.profile.peers)
+            peers = self.setting.profile.peers
+            sums = sum(self.reduction.size(peers, shard) for shard in range(peers))
             self.reduced(size, sums, COMMITTEE, waits=not self.overlap)
 
     def _apply(self) -> None:

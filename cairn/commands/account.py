@@ -134,7 +134,7 @@ def show(invite: str, peer: str, account_key: str, as_json: bool, home: Path, vi
                 totals = await r.log.totals(keys[1])
             receipts: list[Receipted] = []
             for one in totals.peers[:SHOWN] if totals.kind == "account" else (totals.key,):
-                receipts += (await r.log.receipts(one, limit=SHOWN))[0]
+                receipts += await r.log.receipts(one, limit=SHOWN)
             receipts.sort(key=lambda x: (-x.word.body.number, x.word.body.peer))
             return totals, receipts[:SHOWN]
 

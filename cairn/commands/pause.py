@@ -72,7 +72,7 @@ def ask_running(ask: str, home: Path, run: str | None, say: Callable[[str], None
         which = "no peer" if run is None else "no peer of this run"
         raise CairnError(
             f"{which} is running under {home}: `cairn peer join INVITE` starts one, and --home names the folder of "
-            "another (a system service's is /var/lib/cairn). One that is still loading does not hear this: try again"
+            "another (a system service's is /var/lib/cairn). One that is still loading does not receive this: try again"
         )
 
 

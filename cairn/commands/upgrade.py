@@ -65,7 +65,7 @@ def installed_version() -> str:
         ) from None
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise CairnError(f"the installed Cairn does not start ({last[:200]}): install it anew by hand")
+        raise CairnError(f"the installed Cairn does not start ({last[:200]}): install it again by hand")
     commit = installed_commit()
     return done.stdout.strip() + (f" of commit {commit}" if commit else "")
 

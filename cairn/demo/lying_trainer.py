@@ -35,7 +35,7 @@ class NoiseSteps:
 
     def forward_backward(self, windows: Tensor, go_on: Callable[[], bool] = lambda: True) -> StepResult | None:
         """Return a result like that of an honest step."""
-        return StepResult(CLAIMED_LOSS, 1.0, True)
+        return StepResult(CLAIMED_LOSS, True)
 
     @torch.no_grad()
     def optimizer_step(self, step: StepResult) -> None:
@@ -70,7 +70,7 @@ LIES: dict[str, type[NoiseSteps] | type[HalfTheSteps]] = {"noise": NoiseSteps, "
 
 
 def deceive(trainer: Trainer, lie: str) -> Trainer:
-    """Replace the inner steps of a trainer by those of a lie, and return the trainer. Raise TrainingError."""
+    """Replace the inner steps of a trainer by those of a lie, and return the trainer. Raises TrainingError."""
     inner = trainer.backend.inner
     if not isinstance(inner, InnerOptimizer):
         raise TrainingError("a lying trainer is one process on one device")

@@ -24,6 +24,13 @@ PORT_TRIES = 512
 """Ports that `free_ports` looks at."""
 
 
+LAST_LINES = 6
+"""Lines of a process's output that an error shows."""
+
+STOP_SECONDS = 15.0
+"""A process that was asked to stop is killed after this time."""
+
+
 class Running:
     """A command that runs; its output is in a file. `environment` is added to this process's own."""
 
@@ -50,9 +57,9 @@ class Running:
     def code(self) -> int | None:
         return self._process.poll()
 
-    def last_words(self, lines: int = 6) -> str:
+    def last_words(self) -> str:
         """Return the last lines of its output."""
-        return "\n".join(self.output.read_text(errors="replace").splitlines()[-lines:])
+        return "\n".join(self.output.read_text(errors="replace").splitlines()[-LAST_LINES:])
 
     @property
     def pid(self) -> int:
@@ -98,11 +105,11 @@ class Process(Running):
         super().__init__(name, command, self.home / "output.txt", environment)
 
 
-def stop_all(processes: Sequence[Running], seconds: float = 15.0) -> None:
+def stop_all(processes: Sequence[Running]) -> None:
     """Ask all processes to stop, then kill those that are still running."""
     for p in processes:
         p.ask_to_stop()
-    end = time.monotonic() + seconds
+    end = time.monotonic() + STOP_SECONDS
     for p in processes:
         if not p.wait(max(0.1, end - time.monotonic())):
             p.kill()

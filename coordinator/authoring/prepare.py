@@ -113,11 +113,10 @@ class Manifest(Section):
 
 @dataclass(frozen=True)
 class Prepared:
-    """A complete prepared folder. `reused`: it existed before."""
+    """A complete prepared folder."""
 
     folder: Path
     manifest: Manifest
-    reused: bool
 
     @property
     def blobs(self) -> dict[Digest, Path]:
@@ -201,7 +200,7 @@ def prepare(
             there = load_prepared(out)
             differences = _differences(there.manifest, settings, sources)
             if not differences:
-                return Prepared(out, there.manifest, reused=True)
+                return Prepared(out, there.manifest)
             if not replace:
                 raise RunChangedError(
                     f"{out} was prepared differently ({'; '.join(differences)}): choose another folder, or remove "
@@ -221,7 +220,7 @@ def prepare(
             manifest = marked.write(train, held_out, mixed, sources, report)
         durable.replace(out / TOKENIZER, run.file)
         durable.replace(out / MANIFEST, manifest.model_dump_json(indent=1).encode())
-    return Prepared(out, manifest, reused=False)
+    return Prepared(out, manifest)
 
 
 def find_documents(
@@ -268,7 +267,7 @@ def load_prepared(folder: Path) -> Prepared:
         raise DataInputError(f"{folder / MANIFEST}: {e.strerror or e}") from None
     except ValidationError as e:
         raise DataInputError(explain(e, str(folder / MANIFEST)) + "\nprepare the data again") from None
-    prepared = Prepared(folder, manifest, reused=True)
+    prepared = Prepared(folder, manifest)
     sizes = {s.name: s.size for s in (*manifest.train.shards, *manifest.validation.shards)}
     sizes[manifest.tokenizer.name] = manifest.tokenizer.size
     for digest, path in prepared.blobs.items():

@@ -23,6 +23,9 @@ from protocol.model import build_model, load_state, model_layout
 from protocol.packed_sequences import documents_apart
 from protocol.spec import DataSpec, ModelSpec, windows_in
 
+BATCH = 16
+"""Most windows that are evaluated at once."""
+
 LOGITS_BYTES = 256 * 1024 * 1024
 """Approximate maximum of memory for the logits of a batch."""
 
@@ -95,7 +98,6 @@ def measure(
     shards: Sequence[Path],
     *,
     max_windows: int = 512,
-    batch: int = 16,
     most: int | None = None,
     seconds: float | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -112,7 +114,7 @@ def measure(
     order = list(range(n)) if most is None and seconds is None else sorted(range(n), key=_reversed_bits)[:most]
     device = next(model.parameters()).device
     total, counted, done, until = 0.0, 0, 0, None if seconds is None else clock() + seconds
-    batch = max(1, min(batch, LOGITS_BYTES // (4 * data.window * _vocabulary(model))))
+    batch = max(1, min(BATCH, LOGITS_BYTES // (4 * data.window * _vocabulary(model))))
     with torch.inference_mode():
         for i in range(0, n, batch):
             block = torch.from_numpy(np.stack([held[j * len(held) // n] for j in order[i : i + batch]])).to(device)

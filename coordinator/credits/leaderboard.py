@@ -211,7 +211,7 @@ class Leaderboard:
         if not self._is_admitted(b.peer):
             raise RefusedError(f"peer {b.peer.short} is not known here: join this run again, then bind")
         if known is not None and b.precedence <= known.precedence:
-            raise RefusedError(f"peer {b.peer.short} has said something newer: sign anew, by a clock that is right")
+            raise RefusedError(f"peer {b.peer.short} has signed something newer: set your clock right, then bind again")
         account = self._accounts.get(b.account)
         if account is not None and b.peer not in account.peers and len(account.peers) >= MAX_PEERS_OF_ACCOUNT:
             raise TooManyError(f"an account has at most {MAX_PEERS_OF_ACCOUNT} peers: make another")

@@ -128,7 +128,7 @@ CREDIT_ENDPOINTS: tuple[ApiEndpoint, ...] = (
                     )
                 ),
             },
-            description="`size`: all final rounds; `settled`: so many of them, the first ones, are settled",
+            description="`size`: all final rounds; `settled`: how many of these are settled, counted from the first",
         ),
         _rounds,
         (

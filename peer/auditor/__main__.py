@@ -73,7 +73,7 @@ def _answer(line: bytes) -> AuditAnswer:
 
 
 def scores_of(job: Job) -> tuple[Score, ...]:
-    """Make the check. Raise CairnError, OSError, RuntimeError and MemoryError."""
+    """Make the check. Raises CairnError, OSError, RuntimeError and MemoryError."""
     module = "peer.auditor.screen" if isinstance(job, ScreenJob) else "peer.auditor.audit"
     if module not in sys.modules:
         with quiet_imports():
@@ -98,7 +98,7 @@ def scores_of(job: Job) -> tuple[Score, ...]:
 
 
 def _leave_memory(device: torch.device, limit: int) -> None:
-    """Bound this process's part of a GPU, on which the trainer may be. Raise AuditError when too little is free.
+    """Bound this process's part of a GPU, on which the trainer may be. Raises AuditError when too little is free.
 
     `limit`: the most bytes that it may have in any case; 0: none.
     """
@@ -112,7 +112,7 @@ def _leave_memory(device: torch.device, limit: int) -> None:
 def memory_share(free: int, whole: int, limit: int = 0) -> float:
     """Return the share of a GPU that an audit may use, by its free bytes, all, and a limit (0: none).
 
-    Raise AuditError for none.
+    Raises AuditError for none.
     """
     if (share := free / whole - FREE_SHARE) <= 0:
         raise AuditError("the GPU's memory is needed for training: --audit-device cpu checks on the CPU")

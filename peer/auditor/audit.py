@@ -21,7 +21,7 @@ from protocol.spec import RunSpec, parse_spec
 
 
 def audit(job: AuditJob, device: torch.device) -> tuple[Score, ...]:
-    """Make the check of a job on a device. Raise CairnError, and OSError for a file that cannot be read."""
+    """Make the check of a job on a device. Raises CairnError, and OSError for a file that cannot be read."""
     spec = parse_spec(job.spec_path.read_bytes())
     _check_fields(job, spec)
     try:

@@ -164,12 +164,12 @@ _ANSWER = TypeAdapter(AuditAnswer)
 
 
 def job_line(job: Job) -> bytes:
-    """Return a job as one line. Raise AuditError when it is longer than MAX_LINE, or not to be written as JSON."""
+    """Return a job as one line. Raises AuditError when it is longer than MAX_LINE, or not to be written as JSON."""
     return _line(_JOB, job, MAX_LINE)
 
 
 def answer_line(answer: AuditAnswer) -> bytes:
-    """Return an answer as one line. Raise AuditError."""
+    """Return an answer as one line. Raises AuditError."""
     return _line(_ANSWER, answer, MAX_ANSWER)
 
 
@@ -184,12 +184,12 @@ def _line(adapter: TypeAdapter, message: object, most: int) -> bytes:
 
 
 def parse_job(line: bytes) -> Job:
-    """Return the job in a line. Raise AuditError, which names the wrong fields."""
+    """Return the job in a line. Raises AuditError, which names the wrong fields."""
     return _parse(_JOB, line, "job")
 
 
 def parse_answer(line: bytes) -> AuditAnswer:
-    """Return the answer in a line. Raise AuditError, also for scores that are not by ascending name."""
+    """Return the answer in a line. Raises AuditError, also for scores that are not by ascending name."""
     answer: AuditAnswer = _parse(_ANSWER, line, "answer")
     names = [score.name for score in answer.scores]
     if names != sorted(set(names)) or bool(names) == bool(answer.reason):

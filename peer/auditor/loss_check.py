@@ -89,7 +89,7 @@ class LossCheck:
         return Score("gain", gain, least_gain), Score("quarter", quarter, least_quarter)
 
     def gains(self, update: ClaimedUpdate, blob: bytes) -> Gains:
-        """Return what an update gains. Raise UncheckableUpdate, DataError, CodecError and torch.OutOfMemoryError."""
+        """Return what an update gains. Raises UncheckableUpdate, DataError, CodecError and torch.OutOfMemoryError."""
         compared, outer, inner = self._windows(update), self.backend.outer, self.backend.inner
         indices = [*(w for quarter in compared.claimed for w in quarter), *compared.unclaimed]
         if min(update.windows, len(compared.unclaimed)) < LEAST_WINDOWS:

@@ -62,7 +62,7 @@ def replay(
     """Return the update that an honest author announces.
 
     The backend's base is the state that the author's first step began with. `accepted_windows`: those of all peers up
-    to it. Raise CodecError, DataError, AuditError, TrainingError and OSError.
+    to it. Raises CodecError, DataError, AuditError, TrainingError and OSError.
     """
     outer, first = backend.outer, update.first_window
     if rebase is None:
@@ -105,9 +105,9 @@ _Likeness = Callable[[Codec, bytes, Replayed], float]
 
 
 def compare(codec: Codec, announced: bytes, replays: Sequence[Replayed]) -> tuple[Score, ...]:
-    """Return the scores of an announced update beside its replay, by ascending name. Raise CodecError.
+    """Return the scores of an announced update beside its replay, by ascending name. Raises CodecError.
 
-    `replays`: one, or one of each precision. Raise UncheckableUpdate when those two are too far apart to tell anything.
+    `replays`: one, or one of each precision. Raises UncheckableUpdate when these are too far apart to tell anything.
     """
     codec.check(announced)
     scale, signs = (max(like(codec, announced, replayed) for replayed in replays) for like in (_scale, _signs))

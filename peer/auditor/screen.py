@@ -45,7 +45,7 @@ DOUBT = 0.005
 
 
 def screen(job: ScreenJob, chooser: Random) -> tuple[Score, ...]:
-    """Return the scores of a job's update, by ascending name. Raise CairnError, and OSError.
+    """Return the scores of a job's update, by ascending name. Raises CairnError, and OSError.
 
     `chooser` draws the blocks that are compared: nobody else can know them. No other part of a file is read.
     """
@@ -61,7 +61,7 @@ def screen(job: ScreenJob, chooser: Random) -> tuple[Score, ...]:
 def compare_blobs(
     codec: Codec, vocabulary: int | None, updates: Sequence[Blob], earlier: Sequence[Sequence[Blob]], chooser: Random
 ) -> tuple[Score, ...]:
-    """Return the scores of the first of a record's updates beside those of earlier records. Raise CodecError."""
+    """Return the scores of the first of a record's updates beside those of earlier records. Raises CodecError."""
     scores: tuple[Score, ...] = ()
     for values in MEASURED_VALUES:
         blocks = chosen_blocks(codec.layout, vocabulary, values, chooser)
@@ -94,7 +94,7 @@ def chosen_blocks(layout: Layout, vocabulary: int | None, values: int, chooser: 
 
 
 def signs(codec: Codec, blobs: Sequence[Blob], blocks: Sequence[TensorSlice]) -> Tensor:
-    """Return the signs of updates' values: int8 [updates, values], 0 where one has none. Raise CodecError.
+    """Return the signs of updates' values: int8 [updates, values], 0 where one has none. Raises CodecError.
 
     Values have the codec's order. Many updates and blocks at once are five times faster to decode.
     """

@@ -92,7 +92,7 @@ class TrainerLink:
         """Start a trainer's process, which then waits for `Start`. It ends with this process, however this one ends.
 
         `environment` adds to this process's own; `command` replaces `python -m peer.training` (for tests).
-        Raise TrainerDied when the process cannot be started.
+        Raises TrainerDied when the process cannot be started.
         """
         ours, theirs = socket.socketpair()
         argv = [*(command or (sys.executable, "-m", "peer.training")), "--fd", str(theirs.fileno())]
@@ -124,7 +124,7 @@ class TrainerLink:
         return self._process.returncode is None
 
     async def send(self, message: ToTrainer) -> None:
-        """Send a message. Raise TrainerDied when the trainer is gone, or (it is killed) takes none for SEND_SECONDS."""
+        """Send a message. Raises TrainerDied when the trainer is gone, or (it is killed) takes none in SEND_SECONDS."""
         line = to_line(message)
         try:
             # At once, so that the sending of a message is cancelled before this call or not at all.
@@ -138,7 +138,7 @@ class TrainerLink:
             raise TrainerDied(f"the trainer (process {self.pid}) is gone: {e}") from None
 
     async def __aiter__(self) -> AsyncIterator[FromTrainer]:
-        """Yield messages until the trainer exits, which closes the channel (see `wait`). Raise ChannelError."""
+        """Yield messages until the trainer exits, which closes the channel (see `wait`). Raises ChannelError."""
         while True:
             try:
                 line = await self._reader.readline()

@@ -325,7 +325,7 @@ _ADAPTERS: dict[str, TypeAdapter[Any]] = {kind.__name__: TypeAdapter(kind) for k
 
 
 def to_line(message: ToTrainer | FromTrainer) -> bytes:
-    """Return a message as one line. Raise ChannelError when it is longer than MAX_LINE."""
+    """Return a message as one line. Raises ChannelError when it is longer than MAX_LINE."""
     name = type(message).__name__
     try:
         fields = _ADAPTERS[name].dump_json(message)
@@ -338,7 +338,7 @@ def to_line(message: ToTrainer | FromTrainer) -> bytes:
 
 
 def from_line(line: bytes) -> ToTrainer | FromTrainer:
-    """Return the message in a line. Raise ChannelError, which names the wrong fields."""
+    """Return the message in a line. Raises ChannelError, which names the wrong fields."""
     name, _, fields = line.partition(b" ")
     adapter = _ADAPTERS.get(name.decode("ascii", "replace"))
     if adapter is None:

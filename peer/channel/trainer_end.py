@@ -36,7 +36,7 @@ class TrainerEnd:
 
     @classmethod
     def from_fd(cls, fd: int) -> TrainerEnd:
-        """Return the end whose descriptor this process inherited. Raise ChannelError when it is no socket."""
+        """Return the end whose descriptor this process inherited. Raises ChannelError when it is no socket."""
         try:
             return cls(socket.socket(fileno=fd))
         except OSError as e:
@@ -45,7 +45,7 @@ class TrainerEnd:
     def receive(self, seconds: float | None) -> ToTrainer | None:
         """Return the next message, or None when none came in this time (None: no limit, 0: do not wait).
 
-        Raise ChannelError when the node closed the channel, or sent something that is no message to a trainer.
+        Raises ChannelError when the node closed the channel, or sent something that is no message to a trainer.
         """
         deadline = None if seconds is None else time.monotonic() + seconds
         while True:
@@ -83,7 +83,7 @@ class TrainerEnd:
     def send(self, message: FromTrainer) -> None:
         """Send a message. Progress is dropped when the node is behind; the next one supersedes it.
 
-        Raise ChannelError when the node is gone, or does not read for SEND_SECONDS.
+        Raises ChannelError when the node is gone, or does not read for SEND_SECONDS.
         """
         line = to_line(message)
         with self._sending:

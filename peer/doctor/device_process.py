@@ -39,7 +39,7 @@ Report = Callable[[dict[str, Any]], float | None]
 async def run_check(spec: Path, words: Sequence[str], report: Report, *, threads: int = 1) -> str:
     """Run the process; return "" if it ends well, else how it ended, and its last words.
 
-    Raise PeerError if it cannot start, asyncio.TimeoutError.
+    Raises PeerError if it cannot start, asyncio.TimeoutError.
     """
     command = [sys.executable, "-m", "peer.training.machine_check", "--parent", str(os.getpid()), "--spec", str(spec)]
     try:
@@ -78,7 +78,7 @@ async def try_device(
     spec: Path, device: str, parallel: str, threads: int, progress: Callable[[str], None] = lambda text: None,
     gpu_memory: int = 0,
 ) -> Trial:  # fmt: skip
-    """Look at the device, and if the model fits, train on random tokens for up to TRIAL_SECONDS. Raise PeerError.
+    """Look at the device, and if the model fits, train on random tokens for up to TRIAL_SECONDS. Raises PeerError.
 
     `gpu_memory`: the most bytes of each GPU; 0: all.
     """

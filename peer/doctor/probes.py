@@ -32,7 +32,7 @@ class DiskSpace:
 
 
 def disk_space(store: Path) -> DiskSpace:
-    """Return the space for a store, which need not exist. Raise StoreError."""
+    """Return the space for a store, which need not exist. Raises StoreError."""
     with disk(f"reading the size of the disk of {store}"):
         folder = next(place for place in (store, *store.parents) if place.exists())
         files = (file for part in ("blobs", "partial") for file in (store / part).rglob("*"))

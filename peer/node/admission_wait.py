@@ -40,7 +40,7 @@ async def wait_until_admitted(membership: Enrollment, options: NodeOptions, pace
 
     Fetches and answers meanwhile keep to `paces`.
 
-    Raise CairnError when the coordinator refuses the peer, or when the observer cannot go on.
+    Raises CairnError when the coordinator refuses the peer, or when the observer cannot go on.
     """
     node = build_node(membership, replace(options, observer=True, auditor=False), paces=paces)
     running = asyncio.ensure_future(node.run())

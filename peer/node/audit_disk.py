@@ -58,7 +58,7 @@ class AuditDisk:
     async def make_room(self, missing: Mapping[Digest, int]) -> None:
         """Make room for the blobs of a check that are missing, by digest with their sizes.
 
-        Raise AuditError, which says what to do, and StoreError.
+        Raises AuditError, which says what to do, and StoreError.
         """
         size = sum(missing.values())
         if size > self.most_bytes:

@@ -47,7 +47,7 @@ class AuditJobs:
         self._chooser = SystemRandom()
 
     async def begin(self, network: Network) -> None:
-        """Fetch the data that jobs need, and write the spec for them. Raise CairnError, and TimeoutError."""
+        """Fetch the data that jobs need, and write the spec for them. Raises CairnError, and TimeoutError."""
         write_spec(self.spec, self.options.folder)
         await fetch_training_files(self.spec, self.store, network, private_data=self.options.private_data)
 
@@ -61,7 +61,7 @@ class AuditJobs:
         self._in_use = frozenset()
 
     def screen(self, certificate: Certificate, update: Digest) -> ScreenJob:
-        """Return the job of a screen, of what the store has. Raise UncheckableUpdate when that is too little.
+        """Return the job of a screen, of what the store has. Raises UncheckableUpdate when that is too little.
 
         It is compared with updates of keys with stake: others may all be one person's.
         """
@@ -95,7 +95,7 @@ class AuditJobs:
         """Return the job of a check of an update of a record, with all that it needs in the store.
 
         `seed`: of the record's audits, which a replay does not need. `own`: the author of an update of the same record
-        that a loss check may measure beside it, if the store has it. Raise CairnError, and TimeoutError.
+        that a loss check may measure beside it, if the store has it. Raises CairnError, and TimeoutError.
         """
         chain, audited = self.chain, _update_of(certificate, update)
         path = chain.path(chain.root, certificate.digest)

@@ -31,7 +31,7 @@ class AuditProcess:
     async def answer(self, job: Job, seconds: float) -> AuditAnswer:
         """Return the process's answer to a job. It is started if need be.
 
-        Raise AuditTimeout when there is none within `seconds`, AuditError when the process fails or `close` comes
+        Raises AuditTimeout when there is none within `seconds`, AuditError when the process fails or `close` comes
         first. The process is over when this raises or is cancelled, and after an answer without scores.
         """
         keep = False
@@ -50,7 +50,7 @@ class AuditProcess:
                 await self.close()
 
     async def _exchange(self, threads: int, line: bytes) -> bytes:
-        """Return the answer to a line. Raise AuditError if the process cannot be started, or ends without one."""
+        """Return the answer to a line. Raises AuditError if the process cannot be started, or ends without one."""
         process = self._process = self._process or await self._start(threads)
         _, data = await asyncio.gather(_send(process.stdin, line), _receive(process.stdout))
         if not data:
@@ -106,7 +106,7 @@ async def _send(stream: asyncio.StreamWriter | None, line: bytes) -> None:
 
 
 async def _receive(stream: asyncio.StreamReader | None) -> bytes:
-    """Return the next line, or what came before the stream's end. Raise AuditError beyond MAX_ANSWER."""
+    """Return the next line, or what came before the stream's end. Raises AuditError beyond MAX_ANSWER."""
     try:
         return b"" if stream is None else await stream.readline()
     except ValueError:

@@ -43,7 +43,7 @@ def fetch_seconds(size: int) -> float:
 
 
 async def fetch_base_nearby(adapter: AdapterSpec, store: Store, network: Network, *, private_data: bool) -> None:
-    """Take the base from another run's store or from an address, if one has it. Raise StoreError."""
+    """Take the base from another run's store or from an address, if one has it. Raises StoreError."""
     name, size = adapter.base.name, adapter.base.size
     if store.has(name) or await asyncio.to_thread(link_from_other_runs, store, name):
         return
@@ -105,7 +105,7 @@ def read_from_address(
 ) -> None:
     """Read the base at an address of the spec, for as long as nobody has `stopped` it.
 
-    `take` waits until these bytes may come. Raise PeerError, and MalformedError for wrong bytes.
+    `take` waits until these bytes may come. Raises PeerError, and MalformedError for wrong bytes.
     """
     from peer.training.sources import at_address
 

@@ -59,7 +59,7 @@ def build_node(
     start_swarm: Callable[..., Any] = Swarm.start,
     supervise: Callable[..., TrainerSupervisor] = TrainerSupervisor,
 ) -> Node:
-    """Return a node that is ready to run. Raise StoreError.
+    """Return a node that is ready to run. Raises StoreError.
 
     `bus` receives the node's events. The key of `owner`, the run's, signs the reports on audits instead of the node's
     own. `rest` says when a peer is to rest, `paces` how fast it sends and gets blobs. `start_swarm` and

@@ -33,7 +33,7 @@ class ChainStore:
     """The certificates, the newest finalization and the newest directive of one run, and the chain that they form."""
 
     def __init__(self, store: Store, decoder: MessageDecoder, spec: RunSpec, limits: ChainLimits):
-        """Load the chain from the store. Raise StoreError.
+        """Load the chain from the store. Raises StoreError.
 
         Values that do not verify are ignored with a warning, and fetched from other peers again.
         """
@@ -77,7 +77,7 @@ class ChainStore:
                 log.warning("the stored %s is left out: %s", name, e)
 
     def store(self, certificate: Certificate) -> None:
-        """Write a certificate; it is on disk on return. Raise StoreError.
+        """Write a certificate; it is on disk on return. Raises StoreError.
 
         From time to time the certificates that the tree has dropped are removed from the disk: any admitted
         peer can certify any number of records all by itself.
@@ -94,14 +94,14 @@ class ChainStore:
                 log.info("%d certificates of branches that lost are removed from the store", gone)
 
     def store_finalization(self, finalization: Signed[Finalization], *, awaited: bool) -> None:
-        """Write the newest finalization; it is on disk on return. Raise StoreError.
+        """Write the newest finalization; it is on disk on return. Raises StoreError.
 
         One whose record is `awaited` leaves the one in force on the disk: alone, it would rule out no branch.
         """
         self._store.write_value(PENDING if awaited else FINALIZATION, finalization.encoded)
 
     def store_directive(self, directive: Signed[Directive]) -> None:
-        """Write the newest directive; it is on disk on return. Raise StoreError."""
+        """Write the newest directive; it is on disk on return. Raises StoreError."""
         self._store.write_value(DIRECTIVE, directive.encoded)
 
     def after(self, record: Digest, limit: int) -> tuple[Certificate, ...] | None:
@@ -118,7 +118,7 @@ class ChainStore:
     def answer(self, request: wire.ChainRequest) -> wire.ChainReply:
         """Return the certificates that the requester is missing, as far as memory goes.
 
-        Raise ProtocolError for a malformed request.
+        Raises ProtocolError for a malformed request.
         """
         if bytes(request.run) != self._spec.run_id or len(request.locator) > MAX_HAVE:
             raise MalformedError("a chain request of another run, or with too long a list")

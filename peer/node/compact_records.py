@@ -121,7 +121,7 @@ class CompactRecords:
         return message.encoded if sent[0] is None else sent[0]
 
     def answer(self, request: wire.Packet) -> wire.Packet:
-        """Return the requested headers of the records that this node sent. Raise MalformedError."""
+        """Return the requested headers of the records that this node sent. Raises MalformedError."""
         names = check_header_ids(request.messages)
         headers = ChainMap(*(headers for _, headers in self._sent.values()))
         return wire.Packet(messages=[headers[name] for name in dict.fromkeys(names) if name in headers])

@@ -68,7 +68,7 @@ class CoordinatorLocator:
             self._client.moved(record.body)
 
     def accept(self, encoded: bytes) -> bool:
-        """Keep a record if it is newer than the one held, and return whether it is. Raise ProtocolError."""
+        """Keep a record if it is newer than the one held, and return whether it is. Raises ProtocolError."""
         found = open_if_newer(encoded, self._run, self._owner, self.newest)
         if found is None:
             return False
@@ -94,7 +94,7 @@ class CoordinatorLocator:
     def answer(self, request: wire.CoordinatorAddressRequest, addresses: Sequence[str]) -> wire.CoordinatorAddressReply:
         """Return what this node knows; `addresses` are multiaddresses of members, ours first.
 
-        Raise MalformedError for a question about another run.
+        Raises MalformedError for a question about another run.
         """
         if bytes(request.run) != self._run:
             raise MalformedError("a question about another run's coordinator")
@@ -153,7 +153,7 @@ class DiscoveredRun:
 async def discover_run(run: RunId, addresses: Iterable[str]) -> DiscoveredRun | None:
     """Ask the members at these addresses. Return None when none of them gives the run's spec.
 
-    Raise SwarmStartError; VersionError when the run speaks another protocol.
+    Raises SwarmStartError; VersionError when the run speaks another protocol.
     """
     # Imported here: it loads hivemind and torch, which most newcomers do not need for this.
     from peer.swarm.anonymous import ask_for_coordinator

@@ -64,7 +64,7 @@ class RoundDriver:
         return self._machine
 
     def post(self, event: events.Event) -> None:
-        """Queue an event for the machine. Raise PeerError when too many wait."""
+        """Queue an event for the machine. Raises PeerError when too many wait."""
         self._queue.post(event)
 
     # -- one step --------------------------------------------------------------------------------------------

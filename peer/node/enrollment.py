@@ -97,7 +97,7 @@ class Enrollment:
         Members at the addresses of the invite, of earlier visits and of `via` are asked for the coordinator's address
         when it does not answer. When members answer and the coordinator does not, the membership has no admission yet
         (`seconds_left` is 0): see `admission_wait`. `check` is called before admission: what it raises ends the entry.
-        Raise PeerError, with what to do, when nobody gives a spec; CoordinatorRefused when the peer is refused. Raise
+        Raises PeerError, with what to do, when nobody gives a spec; CoordinatorRefused when the peer is refused. Raises
         RunIsOver when the run is over, unless this peer may bring the last state.
         """
         identity = load_or_make(home / "identity.key")
@@ -146,7 +146,7 @@ class Enrollment:
         return self
 
     def _go_on_without(self, absent: CairnError, found: DiscoveredRun | None) -> None:
-        """Go on while the coordinator is absent. Raise PeerError when that is impossible."""
+        """Go on while the coordinator is absent. Raises PeerError when that is impossible."""
         if self.seconds_left() > 0:
             log.warning("%s. Going on with the admission of an earlier visit (%.1f h left)", absent, self.hours_left)
         elif found is None:
@@ -181,7 +181,7 @@ class Enrollment:
         """Request an admission, and adopt it once half of the present one's time is over, or if it has another name.
 
         A header that is signed again after a crash must have the same admission: two headers of one round are
-        equivocation. The request is made all the same: the coordinator may refuse. Raise CairnError then.
+        equivocation. The request is made all the same: the coordinator may refuse. Raises CairnError then.
         """
         if self.client is None:
             raise PeerError("an observer is not admitted to anything")
@@ -223,7 +223,7 @@ class Enrollment:
     async def renew_anywhere(self, ask_members: Callable[[], Awaitable[None]]) -> None:
         """Renew, and when nobody answers, try once more at a newer address that `ask_members` finds.
 
-        Raise CairnError when no admission is given.
+        Raises CairnError when no admission is given.
         """
         try:
             await self.renew()
@@ -235,7 +235,7 @@ class Enrollment:
             await self.renew()
 
     def learn(self, addresses: Sequence[str], own: Sequence[str] = ()) -> None:
-        """Store multiaddresses for the next start, newest first; and our `own`, for invites. Raise StoreError."""
+        """Store multiaddresses for the next start, newest first; and our `own`, for invites. Raises StoreError."""
         if own and (text := "\n".join(own).encode()) != self.store.read_value(OWN_ADDRESSES):
             self.store.write_value(OWN_ADDRESSES, text)
         self.addresses = list(dict.fromkeys([*addresses, *self.addresses]))[:MAX_SAVED_ADDRESSES]
@@ -283,7 +283,7 @@ class _RunSearch:
     async def spec(self, *, patient: bool) -> bytes:
         """Return the signed spec. `patient`: only ask the coordinator, with all attempts; the admission still holds.
 
-        Raise CairnError when nobody gives the spec.
+        Raises CairnError when nobody gives the spec.
         """
         # Without an admission the coordinator gets one attempt first: members may know its new address.
         await self._ask_coordinator(attempts=None if patient else 1)
@@ -319,6 +319,6 @@ def _may_bring_state(info: RunInfo, store: Store) -> bool:
 
 
 def known_addresses(store: Store) -> list[str]:
-    """Return the multiaddresses by which the swarm was entered in earlier visits. Raise StoreError."""
+    """Return the multiaddresses by which the swarm was entered in earlier visits. Raises StoreError."""
     text = (store.read_value(ADDRESSES) or b"").decode(errors="replace")
     return [line for line in text.splitlines() if line.startswith("/")]

@@ -76,7 +76,7 @@ class EventQueue:
         self._bus = bus
 
     def post(self, event: events.Event) -> None:
-        """Queue an event. Raise PeerError when the queue is full and the event is no network message."""
+        """Queue an event. Raises PeerError when the queue is full and the event is no network message."""
         self._bus.post(EventQueued(event))
         try:
             self._queue.put_nowait(event)

@@ -31,7 +31,7 @@ class Serving(Protocol):
 
 
 async def serve_coordinator(network: Serving, newest: Certificate) -> None:
-    """Return once the coordinator has fetched what it wants from us, or another member is here to give it.
+    """Wait until the coordinator has fetched what it needs, or another member can provide it.
 
     It asks for updates once it follows the chain to their record, so its silence means nothing before it has our newest
     one. We ask it for that: its heartbeats reach us no more, since we have said goodbye.

@@ -110,7 +110,7 @@ class Network:
     # -- lifecycle ------------------------------------------------------------------------------------------------
 
     async def start(self, handlers: Handlers) -> None:
-        """Listen, and enter the swarm by the addresses of the membership. Raise CairnError."""
+        """Listen, and enter the swarm by the addresses of the membership. Raises CairnError."""
         self._handlers = handlers
         m = self.membership
         self._swarm = await self.start_swarm(
@@ -208,7 +208,7 @@ class Network:
 
     @property
     def swarm(self) -> Swarm:
-        """The running swarm. Raise NotInSwarm when there is none."""
+        """The running swarm. Raises NotInSwarm when there is none."""
         if self._swarm is None:
             raise NotInSwarm("libp2p's daemon is not running (yet)")
         return self._swarm
@@ -324,7 +324,7 @@ class Network:
         self._outbox.broadcast(self.peers.keys(), message)
 
     async def _deliver(self, to: PeerKey, packet: wire.Packet, seconds: float) -> None:
-        """Send a packet, and once more if the peer was too busy. Raise NETWORK_ERRORS when it cannot be reached."""
+        """Send a packet, and once more if the peer was too busy. Raises NETWORK_ERRORS when it cannot be reached."""
         try:
             await self._send_once(to, packet, seconds)
         except PeerBusy:
@@ -346,7 +346,7 @@ class Network:
     async def request_chain(
         self, to: PeerKey, have: Sequence[Digest], seconds: float = CHAIN_SECONDS
     ) -> wire.ChainReply:
-        """Return the certificates after the newest of `have` that the peer knows. Raise NETWORK_ERRORS."""
+        """Return the certificates after the newest of `have` that the peer knows. Raises NETWORK_ERRORS."""
         request = wire.ChainRequest(run=self.membership.spec.run_id, locator=[bytes(d) for d in have])
         return await self.swarm.request_chain(to, request, timeout=seconds)
 
@@ -364,13 +364,13 @@ class Network:
         return False
 
     async def request_headers(self, sender: PeerKey, names: wire.Packet) -> wire.Packet:
-        """Return headers by their names. Raise NETWORK_ERRORS."""
+        """Return headers by their names. Raises NETWORK_ERRORS."""
         return await self.swarm.request_headers(sender, names)
 
     async def request_coordinator_address(
         self, peer: PeerKey, request: wire.CoordinatorAddressRequest
     ) -> wire.CoordinatorAddressReply:
-        """Return a peer's answer about the coordinator, unchecked. Raise NETWORK_ERRORS."""
+        """Return a peer's answer about the coordinator, unchecked. Raises NETWORK_ERRORS."""
         return await self.swarm.request_coordinator_address(peer, request)
 
     async def fetch_blob(
@@ -386,7 +386,7 @@ class Network:
         """Fetch a blob, or these chunks of it, into the store (see `Swarm.fetch_blob`).
 
         Peers that served wrong bytes of any blob are asked last. `what` names a download that people wait for.
-        Raise CairnError.
+        Raises CairnError.
         """
         if what:
             with self.downloads.noted(what, digest, size):

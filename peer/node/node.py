@@ -71,14 +71,14 @@ class Node:
     # -- lifecycle ------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Start everything, drive the machine until it is finished, stop everything. Raise CairnError."""
+        """Start everything, drive the machine until it is finished, stop everything. Raises CairnError."""
         try:
             await self._run_until_finished(self._start_and_drive())
         finally:
             await self._stop()
 
     async def _run_until_finished(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run this until the node ends. Raise its errors, and those of any task of the node."""
+        """Run this until the node ends. Raises its errors, and those of any task of the node."""
         task, finished = asyncio.ensure_future(work), asyncio.ensure_future(self._finished.wait())
         failure = self.tasks.failure
         try:
@@ -198,7 +198,7 @@ class Node:
         await ask_members(self.network, self.membership.locator, self.membership.spec.run_id)
 
     async def keep_checkpoint(self, state: Digest) -> None:
-        """Keep a checkpoint that was fetched into the store, and prune the store. Raise StoreError.
+        """Keep a checkpoint that was fetched into the store, and prune the store. Raises StoreError.
 
         An observer has no trainer that would do so.
         """

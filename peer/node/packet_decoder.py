@@ -100,7 +100,7 @@ class PacketDecoder:
         return is_news
 
     def decode_message(self, encoded: bytes, unix_seconds: float) -> Signed:
-        """Return one verified message. Raise ProtocolError."""
+        """Return one verified message. Raises ProtocolError."""
         kind = claimed_kind(encoded)
         if kind not in SWARM_KINDS:
             raise MalformedError(f"a message of kind {kind[:32]!r} does not belong in the swarm")
@@ -118,7 +118,7 @@ class PacketDecoder:
             self._decoder.decode_admission_at(u.body.admission, u.author, unix_seconds, tolerance=tolerance)
 
     async def decode_chain_reply(self, source: PeerKey, reply: wire.ChainReply) -> ChainReceived:
-        """Return the verified answer to a chain request. Raise ProtocolError when any part of it is invalid."""
+        """Return the verified answer to a chain request. Raises ProtocolError when any part of it is invalid."""
         if len(reply.certificates) > MAX_CERTIFICATES:
             raise MalformedError("a chain reply with too many certificates")
         certificates: list[Certificate] = []

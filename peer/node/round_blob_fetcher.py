@@ -106,14 +106,14 @@ class RoundBlobFetcher:
     def _log_failure(self, blob: Digest, reason: str) -> None:
         count = self._failures.failed(time.monotonic())
         if count == 1:
-            log.info("blob %s did not come: %s", blob.short, reason)
+            log.info("the request for blob %s failed: %s", blob.short, reason)
         elif count:
             log.info("%d more requests for blobs failed; the last: blob %s: %s", count, blob.short, reason)
 
     async def ensure(self, blob: Digest, holders: Sequence[PeerKey], blob_format: BlobFormat | None = None) -> Path:
         """Return the file of a blob, held and checked. By default the blob is an update.
 
-        Raise CodecError for an invalid one, after BlobInvalid was posted; else the errors of `fetch_blob`.
+        Raises CodecError for an invalid one, after BlobInvalid was posted; else the errors of `fetch_blob`.
         """
         blob_format = blob_format or self.codec
         await self.verify(blob, blob_format)
@@ -151,7 +151,7 @@ class RoundBlobFetcher:
 
 
 def map_file(path: Path) -> memoryview:
-    """Return a file's bytes. Raise BlobMissing when it is gone or cannot be read."""
+    """Return a file's bytes. Raises BlobMissing when it is gone or cannot be read."""
     try:
         return mapped_file(path)
     except OSError as e:

@@ -8,6 +8,9 @@ from statistics import median
 
 from protocol.ids import Digest
 
+REMEMBERED = 32
+"""Rounds whose times are kept."""
+
 
 @dataclass(frozen=True, slots=True)
 class ExchangeTimes:
@@ -32,18 +35,18 @@ class RoundTimes:
 
 
 class RoundTimings:
-    """The times of the last `remembered` rounds in which we announced an update.
+    """The times of the last REMEMBERED rounds in which we announced an update.
 
     A round is identified by its parent record.
     """
 
-    def __init__(self, remembered: int = 32):
+    def __init__(self) -> None:
         self._parent: Digest | None = None
         self._number = 0
         self._began = self._blobs = 0.0
         self._certified: float | None = None
         """None while there is no certificate of this round."""
-        self._rounds: deque[RoundTimes] = deque(maxlen=remembered)
+        self._rounds: deque[RoundTimes] = deque(maxlen=REMEMBERED)
 
     def note_announced(self, parent: Digest, number: int, now: float) -> None:
         """Note that our header for round `number`, the one after `parent`, was sent. Repeats do not count."""

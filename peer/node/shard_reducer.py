@@ -206,7 +206,7 @@ class ShardReducer:
         """Return an update's bytes, of which only the shard's chunks are valid; None when they do not arrive in time.
 
         The author is added to `requested` once its slice was requested for the duration of a whole attempt.
-        Raise CodecError when the slice breaks the codec's rules.
+        Raises CodecError when the slice breaks the codec's rules.
         """
         blob, now = header.body.blob, asyncio.get_running_loop().time
         chunks = self.reduction.chunks(blob_format.count, blob_format.shard)

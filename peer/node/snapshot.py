@@ -86,7 +86,7 @@ class Snapshot:
 
 
 def write_snapshot(folder: Path, snapshot: Snapshot) -> None:
-    """Replace the status file atomically. Raise OSError."""
+    """Replace the status file atomically. Raises OSError."""
     draft = folder / f".{FILE}.{os.getpid()}"
     try:
         draft.write_text(json.dumps(asdict(snapshot), indent=1) + "\n")

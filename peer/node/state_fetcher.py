@@ -97,7 +97,7 @@ class StateFetcher:
         """Return the first start from which all is available, its checkpoint, and the rounds of the path after it.
 
         `make_room` is called before anything is fetched for a start. A PeerError of its own rules that start out.
-        Raise PeerError when there is none, StoreFull, and CodecError for a record that lists an invalid update.
+        Raises PeerError when there is none, StoreFull, and CodecError for a record that lists an invalid update.
         """
         errors: list[str] = []
         unavailable = -1
@@ -124,7 +124,7 @@ class StateFetcher:
         raise PeerError(f"{what} is not available ({'; '.join(errors)})")
 
     async def checkpoint(self, state: Digest) -> Path:
-        """Return the file of a checkpoint, held. Raise CairnError."""
+        """Return the file of a checkpoint, held. Raises CairnError."""
         if not self.store.has(state):
             size = self._checkpoint_size(state)
             providers = self.network.providers(state=state)
@@ -141,7 +141,7 @@ class StateFetcher:
         """Return the files that a record's state is made of; those that are not held are fetched.
 
         These are the record's updates, or the reduced shards of a reduced round. Of a reduced round our own update is
-        included: the residual that the mean leaves out of it goes back into the error feedback. Raise CairnError.
+        included: the residual that the mean leaves out of it goes back into the error feedback. Raises CairnError.
         """
         record = certificate.record
         listed, holders = record.body.updates, list(record.body.contributors)

@@ -81,7 +81,7 @@ class StateLoader:
     async def verify_blobs_in_use(self) -> None:
         """Verify the blobs that the trainer could not use. The store drops damaged ones, and they are fetched again.
 
-        Raise StoreError when the disk cannot be read at all.
+        Raises StoreError when the disk cannot be read at all.
         """
         for blob in self.blobs_in_use:
             self.updates.forget([blob])

@@ -32,7 +32,7 @@ GOODBYE = "goodbye"
 
 
 def last_goodbye(store: Store) -> int:
-    """Return the sequence of our last goodbye; 0 when none is stored. Raise StoreError."""
+    """Return the sequence of our last goodbye; 0 when none is stored. Raises StoreError."""
     text = (store.read_value(GOODBYE) or b"").decode(errors="replace")
     return int(text) if text.isdigit() else 0
 

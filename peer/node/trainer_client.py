@@ -100,7 +100,7 @@ class TrainerClient:
         """Own updates that were made, and that rounds left out."""
 
     async def begin(self, network: Network) -> None:
-        """Fetch what the trainer needs, and start it. Raise CairnError."""
+        """Fetch what the trainer needs, and start it. Raises CairnError."""
         folder = self.options.folder
         await fetch_assets(self.spec, self.store, network, private_data=self.options.private_data)
         self._start = start_message(self.spec, self.store, self.me, self.options)
@@ -131,7 +131,7 @@ class TrainerClient:
     # -- a rest ----------------------------------------------------------------------------------------------
 
     def hold(self, holds: bool) -> None:
-        """Have no more steps begin, and the one under way dropped; or (`holds` False) have steps begin again.
+        """Start no step and drop the current one; if not `holds`, allow steps again.
 
         In the second case a process is started, if `begin` started none because there was a reason to rest.
         """
@@ -177,7 +177,7 @@ class TrainerClient:
         self.post(events.TrainingProgress(0, 0.0, 0.0))
 
     async def send(self, message: channel.ToTrainer) -> None:
-        """Send a message to the present trainer. Raise TrainerDied."""
+        """Send a message to the present trainer. Raises TrainerDied."""
         if self._changing is not None:
             await asyncio.wait([self._changing])
         await self._launched.wait()  # a rest drops what waits here

@@ -28,7 +28,7 @@ _SAVED_STATE = (
 
 
 async def fetch_assets(spec: RunSpec, store: Store, network: Network, *, private_data: bool) -> None:
-    """Fetch the tokenizer, and what `fetch_training_files` fetches. Raise CairnError."""
+    """Fetch the tokenizer, and what `fetch_training_files` fetches. Raises CairnError."""
     await _fetch("tokenizer", spec.tokenizer, store, network)
     await fetch_training_files(spec, store, network, private_data=private_data)
 
@@ -36,7 +36,7 @@ async def fetch_assets(spec: RunSpec, store: Store, network: Network, *, private
 async def fetch_training_files(spec: RunSpec, store: Store, network: Network, *, private_data: bool) -> None:
     """Fetch a frozen base model, and the training shards if the spec names no address that may be used.
 
-    Raise CairnError.
+    Raises CairnError.
     """
     if (adapter := spec.model.adapter) is not None:
         await fetch_base_nearby(adapter, store, network, private_data=private_data)
@@ -60,7 +60,7 @@ async def _fetch(what: str, blob: BlobRef, store: Store, network: Network) -> No
 
 
 def start_message(spec: RunSpec, store: Store, key: PeerKey, options: NodeOptions) -> Start:
-    """Return the trainer's first message; the spec is written to a file for it. Raise StoreError."""
+    """Return the trainer's first message; the spec is written to a file for it. Raises StoreError."""
     return Start(
         spec_path=write_spec(spec, options.folder),
         identity_key=key,
@@ -83,7 +83,7 @@ def spec_file(folder: Path) -> Path:
 
 
 def write_spec(spec: RunSpec, folder: Path) -> Path:
-    """Write the spec to a file in a node's folder, for other processes, and return the file. Raise StoreError."""
+    """Write the spec to a file in a node's folder, for other processes, and return the file. Raises StoreError."""
     path = spec_file(folder)
     with disk(f"writing {path}"):
         path.write_bytes(spec.canonical())
@@ -96,38 +96,38 @@ def data_shards(spec: RunSpec, store: Store) -> dict[str, str]:
 
 
 def base_file(spec: RunSpec, store: Store) -> Path | None:
-    """Return the file of the run's frozen base model; None for a run without one. Raise StoreError."""
+    """Return the file of the run's frozen base model; None for a run without one. Raises StoreError."""
     return None if spec.model.adapter is None else store.path(spec.model.adapter.base.name)
 
 
 def saved_epoch(store: Store) -> int:
-    """Return the epoch of the saved state; 0 when none is stored. Raise StoreError."""
+    """Return the epoch of the saved state; 0 when none is stored. Raises StoreError."""
     text = (store.read_value(EPOCH) or b"").decode(errors="replace")
     return int(text) if text.isdigit() else 0
 
 
 def store_epoch(store: Store, epoch: int) -> None:
-    """Note the epoch of what the trainer saves from now on. Raise StoreError."""
+    """Note the epoch of what the trainer saves from now on. Raises StoreError."""
     if epoch != saved_epoch(store):
         store.write_value(EPOCH, str(epoch).encode())
 
 
 def remove_outdated_state(store: Store, chain: Chain, folder: Path) -> None:
-    """Remove the saved state if the run was rolled back since. Raise StoreError, OSError."""
+    """Remove the saved state if the run was rolled back since. Raises StoreError, OSError."""
     epoch = 0 if chain.newest_directive is None else chain.newest_directive.body.epoch
     if saved_epoch(store) < epoch:
         remove_saved_state(folder)
 
 
 def remove_drafts(store: Store) -> None:
-    """Remove what a dead trainer was writing for the node. Raise StoreError."""
+    """Remove what a dead trainer was writing for the node. Raises StoreError."""
     with disk("removing the drafts of a dead trainer"):
         for draft in store.scratch.glob(".*.part"):
             remove(draft)
 
 
 def remove_saved_state(folder: Path) -> None:
-    """Remove what a trainer saved: error feedback, optimizer moments, counts. Raise OSError."""
+    """Remove what a trainer saved: error feedback, optimizer moments, counts. Raises OSError."""
     for pattern in _SAVED_STATE:
         for path in folder.glob(pattern):
             if path.is_file():

@@ -76,7 +76,7 @@ class TrainerSupervisor:
         self.restarts = 0
 
     async def run(self) -> None:
-        """Keep a process alive until `stop`. Raise TrainerDied when that is impossible."""
+        """Keep a process alive until `stop`. Raises TrainerDied when that is impossible."""
         failures = searches = 0
         while not self.stopping:
             reason, worked, easier = await self._run_process()
@@ -153,7 +153,7 @@ class TrainerSupervisor:
         return reason or str(end), worked, easier
 
     async def send(self, message: channel.ToTrainer) -> None:
-        """Send a message once the process is ready. Raise TrainerDied when it is lost first, as `on_lost` reports."""
+        """Send a message once the process is ready. Raises TrainerDied when it is lost first, as `on_lost` reports."""
         link = await asyncio.shield(self._ready_link)
         if isinstance(message, channel.Apply | channel.Load | channel.MakeUpdate | channel.WriteCheckpoint):
             replay = len(message.replay) if isinstance(message, channel.Load) else 1

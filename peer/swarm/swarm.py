@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 MAX_PACKET = 4 * 1024 * 1024 - 16 * 1024
 """Bytes of a serialised Packet or ChainReply: what a unary call of the transport carries, less its framing."""
 
-DIAL_SECONDS = 10
+DIAL_SECONDS = REPLY_SECONDS = 10
 DHT_SECONDS = 20
 DIALS = 16
 """Peers dialled at once."""
@@ -326,18 +326,18 @@ class Swarm:
         """
         return await self._call(to, "chain", request, wire.ChainReply, timeout)
 
-    async def request_headers(self, of: PeerKey, names: wire.Packet, timeout: float = 10) -> wire.Packet:
+    async def request_headers(self, of: PeerKey, names: wire.Packet) -> wire.Packet:
         """Return headers of a compact record that a member sent: unchecked, at most MAX_PACKET bytes.
 
         Raises PeerUnreachable, PeerRefused, PacketTooLarge.
         """
-        return await self._call(of, "headers", names, wire.Packet, timeout)
+        return await self._call(of, "headers", names, wire.Packet, REPLY_SECONDS)
 
     async def request_coordinator_address(
-        self, to: PeerKey, request: wire.CoordinatorAddressRequest, timeout: float = 10
+        self, to: PeerKey, request: wire.CoordinatorAddressRequest
     ) -> wire.CoordinatorAddressReply:
         """Return the coordinator's address as a member has it, unchecked. Raises PeerUnreachable, PeerRefused."""
-        return await self._call(to, "coordinator-address", request, wire.CoordinatorAddressReply, timeout)
+        return await self._call(to, "coordinator-address", request, wire.CoordinatorAddressReply, REPLY_SECONDS)
 
     def charge(self, sender: PeerKey, size: int) -> None:
         """Count bytes against a sender's limit, besides those that it sent."""

@@ -56,7 +56,7 @@ def write_shard(
     path: Path,
     after: Callable[[int], None] = lambda size: None,
 ) -> bytes:
-    """Write a rank's shard of a file and flush it. Return its report. Raise OSError.
+    """Write a rank's shard of a file and flush it. Return its report. Raises OSError.
 
     `after` is called with the number of bytes after each piece.
     """
@@ -82,7 +82,7 @@ def write_shard(
 def write_file(group: SoleRank, file: ShardedFile, tensors: Iterable[Tensor], path: Path | None) -> list[bytes] | None:
     """Write a file that the ranks own together, and flush it. Return its reports, on rank 0. Collective.
 
-    `tensors`: this rank's slices, 1-d fp32, in order. Without a path nothing is written. Raise OSError on all ranks;
+    `tensors`: this rank's slices, 1-d fp32, in order. Without a path nothing is written. Raises OSError on all ranks;
     some of the file may then be there.
     """
     left = iter(tensors)
@@ -102,7 +102,7 @@ def write_file(group: SoleRank, file: ShardedFile, tensors: Iterable[Tensor], pa
 
 
 def gather_reports(group: SoleRank, file: ShardedFile, report: Callable[[], bytes]) -> list[bytes] | None:
-    """Return what `report` returns on each rank, on rank 0. Collective. Raise OSError on all ranks."""
+    """Return what `report` returns on each rank, on rank 0. Collective. Raises OSError on all ranks."""
     mine = b""
     with group.together():
         mine = report()

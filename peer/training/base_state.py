@@ -96,7 +96,8 @@ class BaseState(ThreadOwned):
         try:
             return self._folder.read()
         except SavedStateError as e:
-            text = f"{e}. It is set aside, and training starts from the run's state: what was not announced is lost"
+            text = f"{e}. Its files are renamed unusable-*, and training starts from the run's state: "
+            text += "what was not announced is lost"
             self._report("warning", "saved-state", text)
         try:
             self._folder.quarantine()
@@ -178,7 +179,7 @@ class BaseState(ThreadOwned):
     def advance(self, ask: Apply) -> BaseMove:
         """Move the base to the state after the one record that follows. `swap_base` is then due.
 
-        It reads and writes nothing that a step needs, so a step may go on meanwhile. Raise CodecError, after which no
+        It reads and writes nothing that a step needs, so a step may go on meanwhile. Raises CodecError, after which no
         state is held if the base had begun to change.
         """
         self.assert_owner()
@@ -227,7 +228,7 @@ class BaseState(ThreadOwned):
         return Applied(record, digest, checkpoint)
 
     def write(self, out: Path) -> Applied:
-        """Write the checkpoint of the held state. For the thread that trains. Raise TrainingError when none is held."""
+        """Write the checkpoint of the held state. For the thread that trains. Raises TrainingError if none is held."""
         self.assert_owner()
         if self.record is None or not self._exchange.holds_state:
             raise TrainingError("no state is held")
@@ -255,7 +256,7 @@ class BaseState(ThreadOwned):
     def load(self, ask: Load, unsaved: Iterable[TrainerManifest]) -> tuple[Applied, BaseMove]:
         """Replace the held state by the one in a checkpoint and the records after it. For the thread that trains.
 
-        Raise MalformedError for a checkpoint that is not the chain's; the held state then stays.
+        Raises MalformedError for a checkpoint that is not the chain's; the held state then stays.
         """
         self.assert_owner()
         self._files.check_checkpoint(ask.checkpoint, ask.base_state)

@@ -115,7 +115,7 @@ class WindowReader:
 
         `protocol.marked_tokens` has what a model reads of them.
 
-        Raise MalformedError for an index that does not exist, DataError when no source returned good bytes.
+        Raises MalformedError for an index that does not exist, DataError when no source returned good bytes.
         """
         out = np.empty((len(windows), self.window + 1), dtype=np.int64)
         with self._lock:
@@ -166,7 +166,7 @@ class WindowReader:
         return self._from_any(ref, "the leaf hashes", get)
 
     def _from_any(self, ref: DataShard, what: str, get: Callable[[ShardSource], bytes]) -> bytes:
-        """Return the bytes of the first source that has them; failed ones come last. Raise DataUnavailableError."""
+        """Return the bytes of the first source that has them; failed ones come last. Raises DataUnavailableError."""
         now = time.monotonic()
         reasons = []
         for source in sorted(self._sources, key=lambda s: self._backoff.get(s.name, (0.0, 0.0))[0] > now):
@@ -236,8 +236,8 @@ class Batches:
     def take(self, first: int) -> Tensor:
         """Return the batch of counters [first, first + batch): int64 [batch, window + 1]. Wait for it if need be.
 
-        A `first` that was not read ahead restarts the reading. Raise the error of reading (DataError); another call for
-        the same batch tries again. A batch that was read is kept until a later one is taken.
+        A `first` that was not read ahead restarts the reading. Raises the error of reading (DataError); another call
+        for the same batch tries again. A batch that was read is kept until a later one is taken.
         """
         try:
             tokens = self.request(first).result()

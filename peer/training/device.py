@@ -15,7 +15,7 @@ from peer.errors import TrainingError
 def choose_device(name: str, threads: int, gpu_memory: int = 0) -> torch.device:
     """Return the device for "auto" (CUDA if there is one), "cpu", "cuda" or "cuda:N", ready for use.
 
-    `gpu_memory`: the most bytes that this process's tensors may take of a CUDA device; 0: all. Raise TrainingError.
+    `gpu_memory`: the most bytes that this process's tensors may take of a CUDA device; 0: all. Raises TrainingError.
     """
     torch.set_num_threads(threads)
     if name == "auto":
@@ -85,7 +85,7 @@ def out_of_memory(device: torch.device, doing: str) -> TrainingError:
 
 @contextmanager
 def memory_for(device: torch.device, doing: str) -> Iterator[None]:
-    """Run a block. Raise TrainingError, `out_of_memory`, when memory runs out in it."""
+    """Run a block. Raises TrainingError, `out_of_memory`, when memory runs out in it."""
     try:
         yield
     except torch.OutOfMemoryError:

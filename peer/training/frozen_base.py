@@ -27,7 +27,7 @@ def check_base(adapter: AdapterSpec, file: Path) -> None:
 def read_base(
     model: nn.Module, adapter: AdapterSpec, file: Path, copy: Callable[[Tensor, Tensor], object] = Tensor.copy_
 ) -> None:
-    """Read the base's file, which was checked, into a model. Raise MalformedError or OSError.
+    """Read the base's file, which was checked, into a model. Raises MalformedError or OSError.
 
     `copy`: as in `load_base`.
     """

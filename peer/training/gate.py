@@ -29,11 +29,6 @@ class YieldGate:
             with times.during(self._why, time.monotonic) if times else nullcontext():
                 self._open.wait()
 
-    @property
-    def is_closed(self) -> bool:
-        """True while a request is dealt with."""
-        return not self._open.is_set()
-
     @contextmanager
     def closed(self, why: Activity) -> Iterator[None]:
         """Keep the gate closed for the block. One thread at a time closes it."""

@@ -44,13 +44,12 @@ A step of 16 windows of 128 tokens (0.9M parameters, one core) took 243 ms in on
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The result of a step: mean loss of its tokens (nats), the gradient's norm before clipping, finite or not.
+    """The result of a step: mean loss of its tokens (nats), and whether it and the gradient are finite.
 
     A step whose loss or gradient is not finite changes no parameter.
     """
 
     loss: float
-    gradient_norm: float
     is_finite: bool
 
 
@@ -139,7 +138,7 @@ class InnerOptimizer:
         The loss is the sum over the trained tokens, divided by their number in the step.
 
         No parameter changes. `go_on` is called between two pieces; when it returns False, the step is dropped and the
-        result is None. The parameters may be moved meanwhile (a rebase): the gradient is then of both places. Raise
+        result is None. The parameters may be moved meanwhile (a rebase): the gradient is then of both places. Raises
         TrainingError when memory does not suffice for a single window, even with `recompute` where that is allowed.
         """
         if self._on_cpu:
@@ -197,7 +196,7 @@ class InnerOptimizer:
             total += loss.detach()
         norm = nn.utils.clip_grad_norm_(self.parameters.values(), self.spec.clip_norm)
         loss_value, norm_value = torch.stack([total, norm.to(total)]).tolist()  # the step's one wait for the device
-        return StepResult(loss_value, norm_value, math.isfinite(loss_value) and math.isfinite(norm_value))
+        return StepResult(loss_value, math.isfinite(loss_value) and math.isfinite(norm_value))
 
     def _logits(self, inputs: ModelInputs) -> Tensor:
         apart = packed_sequences.documents_apart(inputs.positions is not None)
@@ -208,7 +207,7 @@ class InnerOptimizer:
     def window_losses(self, windows: Tensor) -> Tensor:
         """Return each window's mean loss in nats per trained token: fp32 [windows], on the CPU. No parameter changes.
 
-        `windows`: tokens [windows, window + 1]. Raise torch.OutOfMemoryError when one window does not fit.
+        `windows`: tokens [windows, window + 1]. Raises torch.OutOfMemoryError when one window does not fit.
         """
         piece = max(1, PIECE_TOKENS // (windows.shape[1] - 1)) if self._on_cpu else self.spec.batch
         while True:

@@ -124,13 +124,13 @@ class OuterOperations(ABC):
     def advance(self, contributions: Sequence[Contribution]) -> None:
         """Move the base to the next state by a round's accepted updates; `rebase` is then due.
 
-        Raise CodecError, after which there is no base; anchor and feedback are as before.
+        Raises CodecError, after which there is no base; anchor and feedback are as before.
         """
         device = self.offload.device
         self._advance(lambda base: apply(base, contributions, self.codec, self.spec, slices=self.slices, device=device))
 
     def advance_reduced(self, parts: Sequence[Path]) -> None:
-        """Do the same by the files of a round's reduced shards, all and in order. Raise CodecError or OSError."""
+        """Do the same by the files of a round's reduced shards, all and in order. Raises CodecError or OSError."""
         reduction, device = Reduction(self.codec), self.offload.device
         self._advance(
             lambda base: apply_reduced(
@@ -164,7 +164,7 @@ class OuterOperations(ABC):
     def begin_again(self, blob: bytes | None) -> None:
         """Give up the progress since the anchor: continue from the base less our update, or from the base itself.
 
-        Only in a replayable run, for its scratch memory. Raise CodecError, after which nothing has changed.
+        Only in a replayable run, for its scratch memory. Raises CodecError, after which nothing has changed.
         """
         base = self.base
         if base is None or not self.replayable:
@@ -186,7 +186,7 @@ class OuterOperations(ABC):
         self._change(begun)
 
     def add_back(self, blob: bytes, only: bytes | None = None) -> None:
-        """Add one of our updates that was not accepted to the feedback. Raise CodecError.
+        """Add one of our updates that was not accepted to the feedback. Raises CodecError.
 
         `only`: a packed `ResidualMask` of the values that the round which accepted the update did not transmit.
         """
@@ -194,7 +194,7 @@ class OuterOperations(ABC):
 
     @torch.no_grad()
     def subtract(self, blob: bytes, factor: float, only: bytes | None = None) -> None:
-        """Take out of the feedback what `add_back` added, times `factor`, the decay since then. Raise CodecError."""
+        """Take out of the feedback what `add_back` added, times `factor`, the decay since then. Raises CodecError."""
         decoded = {n: torch.zeros_like(t) for n, t in self.feedback.items()}
         self._add(blob, decoded, only)
         for name, e in self.feedback.items():
@@ -258,7 +258,7 @@ class OuterState(OuterOperations):
         super().__init__(codec, beta, spec, anchor, SoleRank(), offload, replayable=replayable)
 
     def announce(self) -> bytes:
-        """Return an update's blob of all progress that was not sent. Raise CodecError when it is not finite."""
+        """Return an update's blob of all progress that was not sent. Raises CodecError when it is not finite."""
         self._gather_progress()
         return bytes(self.codec.encode(self.feedback, self.offload.device))
 

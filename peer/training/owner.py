@@ -23,12 +23,12 @@ class ThreadOwned:
             raise AssertionError(f"{type(self).__name__} is used by a thread that does not own it")
 
     def hand_over(self) -> None:
-        """End the calling thread's ownership. Raise AssertionError when it has none."""
+        """End the calling thread's ownership. Raises AssertionError when it has none."""
         self.assert_owner()
         self._owner = None
 
     def adopt(self) -> None:
-        """Make the calling thread the owner. Raise AssertionError when another thread is."""
+        """Make the calling thread the owner. Raises AssertionError when another thread is."""
         if self._owner is not None:
             self.assert_owner()
         self._owner = threading.get_ident()

@@ -11,10 +11,11 @@ state again.
 On CUDA both threads issue to one stream: an apply's kernels run after those that the step has issued already. On a CPU,
 and with several ranks, which do one thing at a time, the training thread yields meanwhile (see `gate`).
 
-A GPU's memory may not suffice for a round beside a pass. From then on this work is handed over, too (`BetweenPasses`):
-between two passes no activations are held. An update of a replayable run is then made again, since the failure changed
-nothing. A round is not repeated: the base is lost, and the node has a state loaded. An update with error feedback
-cannot be repeated either, because part of the feedback is gone: the process ends, and the next one knows of it.
+A GPU may have too little memory to process a round during a forward-backward pass. After the first failure such work
+waits for the end of a pass, when no activations are held (`BetweenPasses`). An update of a replayable run is then made
+again, since the failure changed nothing. A round is not repeated: the base is lost, and the node has a state loaded. An
+update with error feedback cannot be repeated either, because part of the feedback is gone: the process ends, and the
+next one knows of it.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class SaveAfterUpdate:
 
 @dataclass(frozen=True, slots=True)
 class BetweenPasses:
-    """Work on the base state for which memory does not suffice beside a pass. `doing`: its name in an error."""
+    """Work on the base state that does not fit into memory during a pass. `doing`: its name in an error."""
 
     work: Callable[[], None]
     activity: Activity
@@ -101,7 +102,7 @@ class RequestHandler:
     def next(self, seconds: float | None) -> Handover | None:
         """Return the next message for the training thread; None when none came in time (`None`: wait for one).
 
-        Raise ChannelError when the node has closed the channel, and whatever else ended this object's thread.
+        Raises ChannelError when the node has closed the channel, and whatever else ended this object's thread.
         """
         try:
             item = self._queue.get(block=seconds != 0, timeout=seconds)

@@ -29,17 +29,17 @@ class RoundFiles:
         return cls(make_codec(spec.codec, spec.model.layout).size, checkpoint)
 
     def update(self, path: Path) -> bytes:
-        """Return an update's bytes. Raise OSError, and CodecError before reading when the size is wrong."""
+        """Return an update's bytes. Raises OSError, and CodecError before reading when the size is wrong."""
         if (size := path.stat().st_size) != self.update_size:
             raise CodecError(f"{path} has {size} bytes: an update of this run has {self.update_size}")
         return path.read_bytes()
 
     def contributions(self, update: RoundUpdates) -> list[Contribution]:
-        """Return the updates of a round. Raise OSError and CodecError."""
+        """Return the updates of a round. Raises OSError and CodecError."""
         return [Contribution(u.author, u.windows, self.update(u.blob)) for u in update.updates]
 
     def check_checkpoint(self, path: Path, digest: Digest) -> None:
-        """Raise MalformedError unless the file is the checkpoint with this digest. Raise OSError."""
+        """Raise MalformedError unless the file is the checkpoint with this digest. Raises OSError."""
         if (size := path.stat().st_size) != self.checkpoint_size:
             raise MalformedError(f"{path} is not a checkpoint of this run's model: it has {size} bytes")
         if (found := file_digest(path)) != digest:

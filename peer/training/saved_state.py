@@ -118,12 +118,12 @@ class SavedFolder:
         return (self.folder / MEMORY_RAN_OUT).exists()
 
     def note_memory_ran_out(self) -> None:
-        """Note that memory has run out, for the next process. Raise OSError."""
+        """Note that memory has run out, for the next process. Raises OSError."""
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / MEMORY_RAN_OUT).touch()
 
     def next_file(self) -> Path:
-        """Return the path for the next state's tensors, which `publish` expects. Raise OSError."""
+        """Return the path for the next state's tensors, which `publish` expects. Raises OSError."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.remove_unused()
         serials = [int(p.stem.split("-")[1]) for p in self._files()]
@@ -132,7 +132,7 @@ class SavedFolder:
     def publish(self, state: SavedState, temporary: Path, digest: Digest) -> None:
         """Make this the saved state: the tensors in a file from `next_file`, on the disk, and all else in `state`.
 
-        Raise OSError, after which the old state is still there.
+        Raises OSError, after which the old state is still there.
         """
         path = temporary.with_name(temporary.name.removeprefix(".").removesuffix(".part"))
         publish(temporary, path)
@@ -153,7 +153,7 @@ class SavedFolder:
         )
 
     def read(self) -> SavedState | None:
-        """Return the saved state, or None when there is none. Raise SavedStateError when it cannot be used."""
+        """Return the saved state, or None when there is none. Raises SavedStateError when it cannot be used."""
         manifest = self._read(STATE_MANIFEST, _StateManifest)
         saved = manifest and self._state(manifest, self._tensors(manifest))
         self._needed = frozenset(self._files_of(saved)) if saved else frozenset()
@@ -170,7 +170,7 @@ class SavedFolder:
         return replace(empty, optimizer_steps=saved.optimizer_steps, moments=saved.moments, file=saved.file)
 
     def _read(self, name: str, kind: type[M]) -> M | None:
-        """Return a manifest, or None when it is not there. Raise SavedStateError."""
+        """Return a manifest, or None when it is not there. Raises SavedStateError."""
         path = self.folder / name
         try:
             manifest = kind.model_validate_json(path.read_bytes())
@@ -202,7 +202,7 @@ class SavedFolder:
     # -- the undecided update, and the masks ---------------------------------------------------------------------
 
     def keep_update(self, name: Digest, blob: bytes, manifest: TrainerManifest) -> Path:
-        """Keep the own update that `manifest` has as announced until it is decided. Raise OSError."""
+        """Keep the own update that `manifest` has as announced until it is decided. Raises OSError."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.update_file(name)
         write_durably(path, [blob])
@@ -225,7 +225,7 @@ class SavedFolder:
         return self.folder / f"update-{name}.blob"
 
     def keep_mask(self, packed: bytes) -> Digest:
-        """Keep the mask of our update's values that were added to the feedback. Return its digest. Raise OSError.
+        """Keep the mask of our update's values that were added to the feedback. Return its digest. Raises OSError.
 
         It is not flushed to the disk, since its digest is checked when it is read.
         """
@@ -239,7 +239,7 @@ class SavedFolder:
         return name
 
     def mask(self, name: Digest) -> bytes:
-        """Return a kept mask. Raise OSError, and SavedStateError for a damaged one."""
+        """Return a kept mask. Raises OSError, and SavedStateError for a damaged one."""
         packed = self._mask_file(name).read_bytes()
         if blob_digest(packed) != name:
             raise SavedStateError(f"{self._mask_file(name)} is damaged")
@@ -260,7 +260,7 @@ class SavedFolder:
         entries: Mapping[Digest, FeedbackEntry],
         unsaved: Iterable[TrainerManifest] = (),
     ) -> None:
-        """Remove decided updates, masks that nothing refers to, and unfinished files. Raise OSError.
+        """Remove decided updates, masks that nothing refers to, and unfinished files. Raises OSError.
 
         `entries`: the feedback's present content. `unsaved`: states that are about to be saved.
         """

@@ -95,7 +95,7 @@ class TrainerService:
         self._progress_due = 0.0
 
     def run(self) -> int:
-        """Serve until Stop. Raise ChannelError when the node has closed the channel."""
+        """Serve until Stop. Raises ChannelError when the node has closed the channel."""
         self._requests.start()
         first = self._requests.next(None)
         start = first.message if first is not None else None
@@ -132,7 +132,7 @@ class TrainerService:
             trainer.close(in_order=in_order)
 
     def make_trainer(self, start: Start) -> Trainer:
-        """Return the trainer that `start` describes. Raise CairnError, OSError or torch.OutOfMemoryError."""
+        """Return the trainer that `start` describes. Raises CairnError, OSError or torch.OutOfMemoryError."""
         return Trainer(start, self._note, self._lost)
 
     def _turn(self, trainer: Trainer) -> None:

@@ -57,7 +57,7 @@ class SingleProcessBackend(StateWriter):
         """Build the model. `yield_hook`, `layers`, `report`: as in `InnerOptimizer`.
 
         `background_hook`: called often by the thread that writes a state. `base`: the file of the frozen base, which is
-        zeros without one. `exact`: the model also runs in fp32. Raise CairnError, and OSError for the base.
+        zeros without one. `exact`: the model also runs in fp32. Raises CairnError, and OSError for the base.
         """
         self.device = device
         model = build_run_model(spec.model, device=device, exact=exact)
@@ -92,7 +92,7 @@ class SingleProcessBackend(StateWriter):
     def load_state(self, checkpoint: Path) -> None:
         """Read the base from a checkpoint whose digest was checked; `outer.rebase` is then due.
 
-        Raise MalformedError or OSError. The old base is released first: there may be no memory for both.
+        Raises MalformedError or OSError. The old base is released first: there may be no memory for both.
         """
         self.outer.drop_base()
         with open(checkpoint, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -102,7 +102,7 @@ class SingleProcessBackend(StateWriter):
     def store_state(self, threads: int, checkpoint: Path | None) -> Digest:
         """Return the base's digest, computed by `threads` CPU threads. Write its checkpoint where a path is given.
 
-        Raise TrainingError without a base, and OSError.
+        Raises TrainingError without a base, and OSError.
         """
         base = self.outer.base
         if base is None:
@@ -126,7 +126,7 @@ class SingleProcessBackend(StateWriter):
     def begin_again(self, blob: bytes | None) -> None:
         """Continue, without moments, from the base less our update's values, or from the base itself.
 
-        In a replayable run, between two steps. Raise CodecError.
+        In a replayable run, between two steps. Raises CodecError.
         """
         self.outer.begin_again(blob)
         self.inner.reset_moments()

@@ -53,7 +53,7 @@ class LocalFiles:
         self._paths = dict(paths)
 
     def leaves(self, shard: Digest, size: int) -> bytes:
-        """Return the leaf hashes of a shard of `size` bytes, concatenated and unverified. Raise SourceError.
+        """Return the leaf hashes of a shard of `size` bytes, concatenated and unverified. Raises SourceError.
 
         They come from a `.leaves` file of the right size beside the shard; otherwise the shard is hashed.
         """
@@ -70,7 +70,7 @@ class LocalFiles:
             raise SourceError(f"{path}: {e.strerror or e}") from None
 
     def chunk(self, shard: Digest, offset: int, size: int) -> bytes:
-        """Return `size` bytes at an offset, unverified. Raise SourceError."""
+        """Return `size` bytes at an offset, unverified. Raises SourceError."""
         path = self._path(shard)
         try:
             with path.open("rb", buffering=0) as file:
@@ -106,7 +106,7 @@ class RemoteFolder(ABC):
         return self._range(f"{shard}.{kind}", offset, size)
 
     def _range(self, file: str, start: int, size: int) -> bytes:
-        """Return `size` bytes, whatever the other side sends, within the deadline. Raise SourceError."""
+        """Return `size` bytes, whatever the other side sends, within the deadline. Raises SourceError."""
         self._stuck = [request for request in self._stuck if not request.is_done]
         if len(self._stuck) >= MAX_STUCK:
             raise SourceError(f"{self.name}: {MAX_STUCK} calls never came back")
@@ -126,7 +126,7 @@ class RemoteFolder(ABC):
 
     @abstractmethod
     def _read(self, file: str, start: int, size: int) -> bytes:
-        """Return at most `size` bytes. Raise SourceError."""
+        """Return at most `size` bytes. Raises SourceError."""
 
     @abstractmethod
     def _abort(self) -> None:
@@ -137,7 +137,7 @@ ShardSource = LocalFiles | RemoteFolder
 
 
 def at_address(address: str, timeout: float, *, private: bool = False) -> RemoteFolder:
-    """Return the source at an address of the spec. Raise SpecError.
+    """Return the source at an address of the spec. Raises SpecError.
 
     `private`: the address may lead to this disk and to private networks, and with this user's accounts into a cloud.
     """
@@ -181,7 +181,7 @@ class HttpFolder(RemoteFolder):
         raise SourceError(f"{self.name}/{file}: the server redirects to {url[:100]!r}, which is not followed")
 
     def _request(self, url: str, start: int, size: int) -> bytes | str:
-        """Return at most `size` bytes of a file, or the URL to which the server redirects. Raise SourceError."""
+        """Return at most `size` bytes of a file, or the URL to which the server redirects. Raises SourceError."""
         parts = urlsplit(url)
         if parts.scheme != "https" and self._redirects:
             raise SourceError(f"the server redirects to {url[:100]!r}: only https:// is followed")
@@ -229,7 +229,7 @@ class PublicTlsConnection(http.client.HTTPSConnection, PublicConnection):
 
 
 def _connect_public(host: str, port: int, timeout: float | None) -> socket.socket:
-    """Return a connection to one of a name's public addresses. Raise OSError.
+    """Return a connection to one of a name's public addresses. Raises OSError.
 
     The checked address is the one that is connected to: a name that resolves otherwise the next time gains nothing.
     """

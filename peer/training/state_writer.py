@@ -161,7 +161,7 @@ class StateWriter:
             self._writing.wait(seconds)
 
     def finish_write(self) -> None:
-        """Wait until all have written; rank 0 then knows the `digest`. Raise OSError on all ranks."""
+        """Wait until all have written; rank 0 then knows the `digest`. Raises OSError on all ranks."""
         writing, self._writing = self._writing, None
         if writing is None or self._file is None:
             raise ValueError("nothing is being written")
@@ -181,7 +181,7 @@ class StateWriter:
         self._writing = None
 
     def write_now(self, path: Path) -> None:
-        """Write the same tensors into a file at once; rank 0 then knows the `digest`. Raise OSError."""
+        """Write the same tensors into a file at once; rank 0 then knows the `digest`. Raises OSError."""
         self._file = self._state_file()
         tensors = (saved.tensor.reshape(-1) for saved in self._tensors(self._file))
         self._reports = write_file(self._group, self._file, tensors, path)

@@ -81,7 +81,7 @@ class StepLoop(ThreadOwned):
         return self._exchange.holds_state and windows.room(self._orders.max_update_windows) >= self._spec.inner.batch
 
     def set_orders(self, orders: Orders) -> None:
-        """Put orders in force. With `rests` the step that is under way is dropped, too."""
+        """Apply new orders; with `rests`, also drop the current step."""
         self.assert_owner()
         self._orders = orders
 
@@ -89,7 +89,7 @@ class StepLoop(ThreadOwned):
         """Make one inner step on the batch at the present counter: tokens [batch, window + 1].
 
         `between` is called within the step, between pieces, and may call any other method. If it loses the state, moves
-        the counter or calls `drop`, the step is dropped and the result is None. Raise TrainingError after
+        the counter or calls `drop`, the step is dropped and the result is None. Raises TrainingError after
         MAX_NON_FINITE consecutive steps that are not finite, and when memory does not suffice.
         """
         self.assert_owner()

@@ -51,7 +51,7 @@ class Trainer:
         """Build the model and read what was saved.
 
         `report` is called with what a person should know. `trial`: only time and memory matter, so a frozen base is
-        zeros. Raise CairnError, OSError or torch.OutOfMemoryError.
+        zeros. Raises CairnError, OSError or torch.OutOfMemoryError.
         """
         self.spec: RunSpec = parse_spec(start.spec_path.read_bytes())
         dims, kind, why = resolve(start.parallel, start.device, self.spec, start.gpu_memory)

@@ -33,7 +33,7 @@ STEPS = 3
 
 
 def look(spec: RunSpec, name: str, kind: str, dims: ParallelDims, gpu_memory: int = 0) -> Device:
-    """Return the device that the trainer would use; `gpu_memory` as in `choose_device`. Raise TrainingError."""
+    """Return the device that the trainer would use; `gpu_memory` as in `choose_device`. Raises TrainingError."""
     device = choose_device(name if dims.world == 1 else kind, 1)
     layout = spec.model.layout
     largest = max(tensor.numel for tensor in layout.tensors) if dims.world > 1 else 0
@@ -75,7 +75,7 @@ def _smi() -> tuple[str, tuple[str, ...]]:
 
 
 def build(spec_path: Path, device: str, dims: ParallelDims, threads: int, gpu_memory: int = 0) -> Trainer:
-    """Return a trainer of the run, in a folder beside the spec's file. Raise TrainingError."""
+    """Return a trainer of the run, in a folder beside the spec's file. Raises TrainingError."""
     folder = spec_path.resolve().parent / "trial"
     me = PeerKey(secrets.token_bytes(32))
     start = Start(
@@ -89,7 +89,7 @@ def steps(trainer: Trainer, dims: ParallelDims, seconds: float) -> Iterator[Samp
     """Yield each step: of few windows first, then of as many as there is time for.
 
     `seconds`: no step begins after these; the first step, which warms the device up, is not in them. The trainer is
-    closed at the end. Raise TrainingError.
+    closed at the end. Raises TrainingError.
     """
     backend, spec = trainer.backend, trainer.spec
     vocabulary = spec.model.config.get("vocab_size")

@@ -112,7 +112,7 @@ class WindowAccounting:
     def begun_again(self) -> WindowAccounting:
         """Return the count when training begins again after the announced update.
 
-        Raise ValueError when no update is announced.
+        Raises ValueError when no update is announced.
         """
         mine = self.announced
         if mine is None:
@@ -122,7 +122,7 @@ class WindowAccounting:
     def rebased(self) -> WindowAccounting:
         """Return the count after the announced update was accepted, and the progress since was moved to the new state.
 
-        Raise ValueError when no update is announced.
+        Raises ValueError when no update is announced.
         """
         mine = self.announced
         if mine is None:

@@ -64,7 +64,7 @@ def has_padding_bits(packed: Tensor, count: int, width: int) -> Tensor:
 
 
 _WORDS = {1: torch.int64, 2: torch.int32, 4: torch.int16}
-"""For fields that fill a byte: what holds those of a byte, a byte each."""
+"""By field width: the integer type that holds all fields of one byte, one byte each."""
 
 
 @lru_cache(maxsize=64)

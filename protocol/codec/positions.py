@@ -64,7 +64,7 @@ class Positions(PositionSizes):
         if len(found) == n * self.k:
             found = found.view(n, self.k)
             found.sub_(torch.arange(0, n * stride, stride, device=bits.device).unsqueeze(1))
-            # As many as there should be in all; and when each k begin and end in their row, each row has k.
+            # The total is right. If each group of k lies within its own row, each row has exactly k.
             if not ((found[:, 0] < 0) | (found[:, -1] >= stride)).any():
                 return found
         wrong = bits.sum(1, dtype=torch.int64) != self.k

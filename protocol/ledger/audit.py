@@ -171,7 +171,7 @@ class Auditor:
         """
         report, fold = self.report, self._fold
         if epoch is not None and fold.epoch > epoch:
-            message = f"no member that was asked has heard of rollback {fold.epoch} of the run: audit again in a while"
+            message = f"no member that was asked knows of rollback {fold.epoch} of the run: audit again in a while"
             report.unproved.append(Finding(None, message))
         for n, (round_, strange, proved) in self._strange.items():
             why = "the swarm follows another" if proved else "it was invented, or its certificate is kept from us"

@@ -84,7 +84,10 @@ class SignedStatement(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class AccountBinding:
-    """A binding that peer and account have signed. Of several of a peer, that with the greatest `precedence` counts."""
+    """A binding that peer and account have signed.
+
+    If a peer has several bindings, the one with the highest `precedence` counts.
+    """
 
     peer: PeerKey
     account: PeerKey

@@ -97,7 +97,7 @@ class AwaitedMembers:
                 context.notify("info", "late", text, key)
 
     def _penalise_lagging(self) -> None:
-        """Penalise the members that the round awaited last and in vain, whatever their heartbeats say by now."""
+        """Penalise the members that the round last waited for in vain, even if newer heartbeats say otherwise."""
         members, number = self._context.members, self._round.number
         lagging = {m.key for m in members if self._lags(m.key) and not self._is_awaited(m.key)}
         for key in sorted({*lagging} if self._blocker is None else {self._blocker, *lagging}):

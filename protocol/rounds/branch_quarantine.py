@@ -162,7 +162,7 @@ class BranchQuarantine:
         context = self._context
         check = context.now >= self._next_check
         if check:
-            # A returned contributor is no reason to search at each message.
+            # Look for returned contributors every half heartbeat, not at each message.
             self._next_check = context.now + context.policy.heartbeat_seconds / 2
         for record, entry in list(self._entries.items()):
             if entry.active and not context.chain.is_quarantined(record) or record not in context.chain:
@@ -173,7 +173,7 @@ class BranchQuarantine:
                 if is_patience_over(context.chain.parent(record), entry.since):
                     self._release(record)
             elif context.deadlines.due("quarantine", entry.until) or check and self._is_somebody_back(entry):
-                # Back from a split: most likely nobody withheld anything.
+                # If somebody is back, the network was probably split, and nothing was withheld.
                 entry.retried_since = context.now
         while self._take_turn():
             record = self._turn

@@ -22,8 +22,8 @@ ANSWER_MARGIN_SECONDS = 1e-6
 """Seconds beyond the time for an answer before the request counts as failed."""
 
 MAX_PATIENCES = 10
-"""Maximum times its patience that a newcomer waits: a chain of thousands of rounds takes minutes, but an admitted peer
-can make records that lead nowhere, without end."""
+"""Upper bound on joining, in multiples of the patience: a chain of thousands of rounds takes minutes. Otherwise an
+admitted peer could hold a newcomer with records that lead nowhere."""
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class ChainSync:
         self._me = me
         self._pause = heartbeat_seconds
         self._grace = min(0.5, heartbeat_seconds / 2)
-        """Seconds in which a record that is just being certified reaches us without a request."""
+        """Seconds to wait before a request: a record that was just certified usually arrives by itself."""
 
         self._answer_within = max(30.0, 10 * heartbeat_seconds)
         self._claims: dict[PeerKey, _Claim] = {}
@@ -82,7 +82,7 @@ class ChainSync:
         return self._drop_a_stranger(now - self._answer_within)
 
     def _drop_a_stranger(self, silent_since: float) -> bool:
-        """Drop the longest silent stranger, of those silent since `silent_since`, or asked in vain."""
+        """Drop the longest silent stranger, of those silent since `silent_since` or whose last request failed."""
         strangers = [
             source
             for source, claim in self._claims.items()
@@ -101,7 +101,7 @@ class ChainSync:
     def wanted(self, chain: Chain) -> list[PeerKey]:
         """Return the sources that claim a head that is not in the tree.
 
-        Claims of weight are no reason to ask, or not to: the better head is known only from the records below it.
+        Claimed weights are ignored: only the records show which head is better.
         """
         for source in [source for source, claim in self._claims.items() if claim.head in chain]:
             del self._claims[source]

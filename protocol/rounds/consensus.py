@@ -242,7 +242,7 @@ class Consensus:
         return certificate
 
     def note_decided(self, certificate: Certificate) -> None:
-        """Penalise those that let an attempt of the decided round fail in silence; forgive the voters of its record."""
+        """Penalise peers whose silence made an attempt fail; forgive those that voted for the decided record."""
         context, round_, exchange, body = self._context, self.round, self.exchange, certificate.record.body
         self._note_fate(certificate)
         silent = context.members.silent

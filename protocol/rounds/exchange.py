@@ -53,7 +53,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def failed_attempts(self, attempt: int) -> int:
-        """Return how many attempts failed for want of votes, given the present attempt."""
+        """Return how many attempts before this one failed because votes were missing."""
 
     @abstractmethod
     def missing_for(self, record: RoundRecord) -> set[Digest]:

@@ -170,7 +170,7 @@ class RoundMachine:
     def step(self, event: ev.Event, now: float, status: LocalStatus | None = None) -> list[Action]:
         """Return the actions that follow from an event at time `now`, which never decreases.
 
-        `status`: None where nothing changed. Raise `InvariantError` when the machine contradicts itself: a bug.
+        `status`: None where nothing changed. Raises `InvariantError` when the machine contradicts itself: a bug.
         """
         context = self._context
         context.begin_step(now)
@@ -243,7 +243,7 @@ class RoundMachine:
         if context.is_banned(requester):
             return "the run's owner has banned you"
         if not context.is_peer:
-            return None  # an observer that is no peer holds blobs of decided rounds only
+            return None  # an observer that does not audit holds blobs of decided rounds only
         if round_ is None or context.observer:
             if blob in self._applied_blobs():
                 return None
@@ -519,7 +519,8 @@ class RoundMachine:
                 break
         else:
             raise InvariantError(f"the round machine does not come to rest: {self._describe()}")
-        self._request_blobs()  # only now: turns in between may need blobs that nobody needs at the end
+        # Only after the loop: turns in between may need blobs that the final state does not.
+        self._request_blobs()
         self._request_chain()
         if context.deadlines.due("heartbeat", self._beat_at):
             for key in context.members.expire(context.now):

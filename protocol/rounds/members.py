@@ -123,7 +123,7 @@ class Members:
         """For lagging members awaited in vain (see `awaited_members`): for a while nobody waits for them as such."""
 
         self.silent = Penalties(policy.max_members)
-        """For letting an attempt fail in silence, as a voter or as its proposer. Only a certified vote clears it,
+        """Penalties of voters and proposers whose silence made an attempt fail. Only a certified vote clears them,
         since a record may list a peer that never votes."""
 
         self.equivocated = Penalties(policy.max_members)

@@ -1,7 +1,7 @@
 """Own updates: those that the chain has, and those that must return to the error feedback.
 
-One rule keeps work from being lost or counted twice. The trainer's error feedback holds the content of our update
-exactly when that update is neither on the chain of the trainer's state nor still undecided on it.
+One rule keeps work from being lost or counted twice. The error feedback holds an update's content if and only if the
+chain of the trainer's state has not accepted it and its round there is decided.
 """
 
 from __future__ import annotations

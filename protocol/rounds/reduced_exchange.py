@@ -50,8 +50,8 @@ class ReducedExchange(Exchange):
         attestations were wrong."""
 
         self._unavailable: set[PeerKey] = set()
-        """Contributors that more than half of a committee could not get: another's record that lists them gets no vote
-        of ours either."""
+        """Contributors whose slices more than half of a committee could not fetch. We do not vote for others' records
+        that list them."""
 
         self._penalised: set[PeerKey] = set()
         """Those of `_unavailable` who were reported."""

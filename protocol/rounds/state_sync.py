@@ -366,7 +366,7 @@ class StateSync:
                 self._report_unavailable(record)
             return False
         context.members.unavailable.penalise(author, number)
-        text = f"nobody gives {role.describe(record)}: going on without that branch for a while"
+        text = f"no peer provides {role.describe(record)}: ignoring that branch for a while"
         context.notify("warning", "withheld", text, author)
         self.quarantine.add(record)
         self._waiting = None
@@ -396,14 +396,14 @@ class StateSync:
         if self._reported_unavailable != record:
             self._reported_unavailable = record
             text = (
-                f"record {record.short} is final, and nobody gives the updates that it lists: waiting for a member who "
+                f"record {record.short} is final, and no peer provides the updates that it lists: waiting for one that "
             )
             self._context.notify("error", "unavailable", text + "has them. Tell the run's owner")
 
     def contradicted(self, vouched: Digest) -> bool:
-        """Give the trainer's state up: the chain vouches for another one of the same record. Return True."""
+        """Discard the trainer's state: the chain names another digest for the same record. Return True."""
         mine = "none" if self.state is None else self.state.short
-        text = f"our state {mine} is not the state {vouched.short} that the chain vouches for: loading it again. "
+        text = f"our state {mine} differs from the state {vouched.short} that the chain records: reloading it. "
         remedy = "If this repeats, the device computes wrongly or the software differs from the others'"
         self._context.notify("error", "drift", text + remedy)
         self.applied = None

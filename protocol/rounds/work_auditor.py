@@ -132,7 +132,8 @@ class WorkAuditor:
     def _request_checks(self, record: Digest, following: CarriedReports) -> None:
         """Request the checks that are ours of those that a record draws, and those that its reports have us make.
 
-        Its seed draws the audits of its own updates that are always due, and of its parent's the others.
+        The record's seed draws the audits of its own updates that are always due, and the other audits of its parent's
+        updates.
         """
         chain, body = self._context.chain, self._context.chain.certificate(record).record.body
         seed = chain.seed(record)

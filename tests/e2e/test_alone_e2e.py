@@ -41,7 +41,7 @@ async def test_a_newcomer_goes_on_from_the_head_when_only_the_coordinator_is_the
         assert first == left  # the round after the head: nothing of the others' work is lost
         await world.contributes_after("cyd", first)
         check_same({name: world.branch(name) for name in ("cyd", "coordinator")})
-        failures = re.findall(r"did not come|was not reached|nobody gives", world.log("cyd"))
+        failures = re.findall(r"request for blob|was not reached|no peer provides", world.log("cyd"))
         assert not failures, world.logs("cyd")
         await asyncio.to_thread(world.stop, "cyd", "coordinator")
     assert world.left == ([], [])

@@ -42,7 +42,7 @@ async def test_peers_of_one_process_and_of_two_ranks_hold_the_same_bits_also_aft
         await world.contributes_after("alan", now)
         check_same({n: world.branch(n) for n in [*PEERS, "coordinator"]})
         for name in PEERS:
-            assert "is not the state" not in world.log(name)
+            assert "differs from the state" not in world.log(name)
         await asyncio.to_thread(world.stop, *PEERS, "coordinator")
     assert world.left == ([], [])
 
@@ -62,7 +62,7 @@ async def test_a_swarm_of_many_layouts_trains_together_and_all_hold_the_same_bit
         await world.round_after(list(LAYOUTS), 3)
         for name, layout in LAYOUTS.items():
             assert layout == "dp=1" or f"--parallel {layout}, as asked" in world.log(name)
-            assert "is not the state" not in world.log(name), world.logs(name)
+            assert "differs from the state" not in world.log(name), world.logs(name)
         branches = {n: world.branch(n) for n in [*LAYOUTS, "coordinator"]}
         check_same(branches)
         assert branches["ada"].windows.keys() == {world.key(n) for n in LAYOUTS}

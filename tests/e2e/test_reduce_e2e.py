@@ -56,7 +56,7 @@ async def test_a_swarm_that_reduces_goes_on_when_one_dies_and_takes_in_another()
         check_same(branches)
         check_reduced(world, branches["ada"])
         for name in everyone:
-            assert "is not the state" not in world.log(name), world.logs(name)
+            assert "differs from the state" not in world.log(name), world.logs(name)
 
         # Others' updates were never stored whole here: only slices, which are removed once the round is decided.
         # (Of the last round or two they may lie there yet.)

@@ -54,7 +54,7 @@ async def test_three_peers_train_and_hold_the_same_bits(swarm: World):
 
     await swarm.until("they learn, and do not merely agree", learned, every=0.3)
     for name in PEERS:
-        assert "is not the state" not in swarm.log(name)  # nobody's state ever drifted from what the chain vouches for
+        assert "differs from the state" not in swarm.log(name)  # no state ever drifted from what the chain records
 
 
 async def test_a_peer_killed_in_the_middle_of_an_exchange_comes_back_as_itself_and_nobody_forks(swarm: World):

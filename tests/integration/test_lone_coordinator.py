@@ -131,8 +131,8 @@ async def test_without_the_updates_of_the_last_round_a_newcomer_goes_on_before_i
         await world.until("cyd has trained on", lambda: len(world.path("cyd")) >= left + 1, 120)
         assert world.path("cyd")[left - 1].record.body.contributors == (world.key("cyd"),)
         said = "\n".join(r.getMessage() for r in caplog.records)
-        assert said.count("did not come") <= 1, said  # a fetch that still runs when the branch is left says nothing
-        for line in ("was not reached", "nobody gives the update of"):
+        assert said.count("request for blob") <= 1, said  # a fetch that still runs when the branch is left says nothing
+        for line in ("was not reached", "no peer provides the update of"):
             assert said.count(line) == 1, said
 
 

@@ -279,7 +279,7 @@ def hanging(me: int, world: int, folder: Path) -> None:
         for group in (dist.group.WORLD, many.group.commands):  # from here on: to start took as long as it took
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), group)
         os.kill(many.ranks[0].pid, signal.SIGSTOP)
-        with pytest.raises(TrainingError, match="do not hear each other"):
+        with pytest.raises(TrainingError, match="get no answers from each other"):
             many.store_state(1, None)
         assert len(said) == 1 and not said[0][1]
 

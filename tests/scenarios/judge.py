@@ -173,7 +173,7 @@ class Judge:
             await self.swarm.until(f"{name} ends", lambda p=process: not p.running, step.seconds)
             if not self.swarm.printed(name, step.pattern):
                 raise Failed(f"{name} ended with {process.last_words()!r}")
-        return self.swarm.processes[self._peers(step)[0]].last_words(1)[:160]
+        return self.swarm.processes[self._peers(step)[0]].last_words().rpartition("\n")[2][:160]
 
     @expect.register
     async def _(self, step: script.Download) -> str:

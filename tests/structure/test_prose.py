@@ -129,6 +129,28 @@ def test_docstrings_attribute_docstrings_and_comments_are_read(tmp_path: Path):
     assert not any("no comment" in t or "fragment" in t or "fmt" in t for t in texts)
 
 
+MESSAGES = '''"""A module."""
+
+def f():
+    """Return nothing."""
+    log.info("the peer begins %s anew", "anew")
+    told = values["told"]
+    raise Failed(
+        f"peer {told} lacks "
+        f"{told.decode()} here"
+    )
+    text = "`the sheet` of the run"
+'''
+
+
+def test_the_words_of_messages_are_checked_and_nothing_else_of_them(tmp_path: Path):
+    (path := tmp_path / "module.py").write_text(MESSAGES)
+    found = [(f.line, f.rule.split(":")[0], f.sentence) for f in check(path)]
+    assert found == [(5, "'anew'", "the peer begins %s anew"), (8, "'lacks'", "peer X lacks X here")]
+    (tmp_path / "tests").mkdir()
+    assert check(path.rename(tmp_path / "tests" / "module.py")) == []
+
+
 def test_literal_blocks_of_a_docstring_are_left_out():
     text = '"""A module.\n\n    cairn join INVITE    what it does\n\n- An item\n  of two lines.\n\n\\b\nWhat is.\n"""\n'
     assert shown(of_python(text)) == ["A module.", "An item of two lines."]

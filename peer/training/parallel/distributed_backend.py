@@ -70,13 +70,13 @@ class DistributedBackend:
         report: Report = lambda *_: None,
         base: Path | None = None,
     ):
-        """Start all ranks. `kind`: "cpu", or "cuda" (rank n has cuda:n). Raise TrainingError when one does not start.
+        """Start all ranks. `kind`: "cpu", or "cuda" (rank n has cuda:n). Raises TrainingError when one does not start.
 
         `lost` is called, by a thread, when a rank has ended: with why, and whether the next start needs less memory.
         `profiles`: the micro-batches that fit. `folder`: of these ranks alone, emptied first; they meet there.
         `layers`, `report`: as in `InnerOptimizer`. `yield_hook` is called often by the thread that trains,
         `background_hook` by the one that writes a state. `seconds`: deadline of a collective. `gpu_memory`: as in
-        `choose_device`, on each rank's GPU. `base`: the file of the frozen base, which is zeros without one. Raise
+        `choose_device`, on each rank's GPU. `base`: the file of the frozen base, which is zeros without one. Raises
         MalformedError or OSError for it.
         """
         if base is not None and spec.model.adapter is not None:
@@ -169,7 +169,7 @@ class DistributedBackend:
     # -- commands ----------------------------------------------------------------------------------------------
 
     def do(self, command: Command, *arguments: object) -> Any:
-        """Execute a command on all ranks. Raise what they agree on, and TrainingError when a rank is lost."""
+        """Execute a command on all ranks. Raises what they agree on, and TrainingError when a rank is lost."""
         with self._turn:
             try:
                 self.group.send_command(command.value, arguments)
@@ -210,7 +210,7 @@ class DistributedBackend:
                 return why
             time.sleep(0.02)
         return (
-            f"the {self.dims.world} ranks do not hear each other ({' '.join(str(error).split())[:300]}): "
+            f"the {self.dims.world} ranks get no answers from each other ({' '.join(str(error).split())[:300]}): "
             "one of them hangs, or is slower than the others by minutes"
         )
 

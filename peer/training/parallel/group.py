@@ -80,7 +80,7 @@ class RankGroup(SoleRank):
         cls, dims: ParallelDims, rank: int, meet: Path, device: torch.device, seconds: float = SECONDS,
         ended: Callable[[], str] = str,
     ) -> RankGroup:  # fmt: skip
-        """Meet the other ranks at a file that nobody has used. Raise TrainingError when not all of them come.
+        """Meet the other ranks at a file that nobody has used. Raises TrainingError when not all of them come.
 
         `ended` returns why waiting is pointless, or an empty text. Ranks listen on loopback. By default gloo would use
         the address of the host's name, which may be a public one.
@@ -157,7 +157,7 @@ class RankGroup(SoleRank):
         dist.broadcast(payload, 0, group=self.commands)
 
     def receive_command(self) -> tuple[str, list[Any]]:
-        """Return the next command's name and arguments. On the other ranks. Raise TrainingError when rank 0 is gone."""
+        """Return the next command's name and arguments. On the other ranks. Raises TrainingError if rank 0 is gone."""
         try:
             sizes = torch.zeros(2, dtype=torch.int64)
             dist.broadcast(sizes, 0, group=self.commands)
@@ -190,8 +190,8 @@ class RankGroup(SoleRank):
 def _wait_for_all(store: Any, world: int, rank: int, ended: Callable[[], str]) -> None:
     """Wait until all ranks have written to the store.
 
-    torch's own wait would take the deadline of a collective, which is too short for imports. Raise TrainingError when a
-    rank has ended, and RuntimeError after MEETING_SECONDS.
+    torch's own wait would take the deadline of a collective, which is too short for imports. Raises TrainingError when
+    a rank has ended, and RuntimeError after MEETING_SECONDS.
     """
     store.set(f"rank {rank}", "here")
     deadline = time.monotonic() + MEETING_SECONDS

@@ -52,7 +52,7 @@ class MicroBatchStore:
     def make_easier(self, tried: MicroBatchProfile, recompute: Choice) -> str:
         """Keep the profile to try after `tried` did not fit. Return an addition to the error, which may be empty.
 
-        `tried.windows`: the number that the pass had. Raise OSError.
+        `tried.windows`: the number that the pass had. Raises OSError.
         """
         windows = tried.windows or 1
         if windows > 1:

@@ -117,7 +117,7 @@ def build_rank_model(
     device: torch.device,
     adapter: AdapterSpec | None = None,
 ) -> RankModel:
-    """Return this rank's shard of the model, all zeros until the first `OuterOperations.rebase`. Raise SpecError.
+    """Return this rank's shard of the model, all zeros until the first `OuterOperations.rebase`. Raises SpecError.
 
     `adapter`: train one; the model is its frozen base, which is zeros until `load_base`.
     """

@@ -68,7 +68,7 @@ class ShardedOuterState(OuterOperations):
 
     @torch.no_grad()
     def announce(self) -> bytes | None:
-        """Return an update's blob of all progress that was not sent, on rank 0. Raise CodecError."""
+        """Return an update's blob of all progress that was not sent, on rank 0. Raises CodecError."""
         self._gather_progress()
         encoded = bytearray()
         with self.group.together():
@@ -90,7 +90,7 @@ class ShardedOuterState(OuterOperations):
         return bytes(blob)
 
     def load(self, path: Path) -> None:
-        """Read the base from a checked checkpoint; `rebase` is then due. Raise OSError."""
+        """Read the base from a checked checkpoint; `rebase` is then due. Raises OSError."""
         self.base = None
         with self.group.together():
             found = self.state_file.read(path, self.group.rank, self.offload.home)
@@ -100,7 +100,7 @@ class ShardedOuterState(OuterOperations):
         self.base = base
 
     def store(self, path: Path | None) -> Digest | None:
-        """Return the state's digest on rank 0; write its checkpoint, durably, to `path`. Raise OSError."""
+        """Return the state's digest on rank 0; write its checkpoint, durably, to `path`. Raises OSError."""
         base, file = self.base, self.state_file
         if base is None:
             raise ValueError("store before a state was loaded")

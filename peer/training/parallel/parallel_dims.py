@@ -80,7 +80,7 @@ class ParallelDims:
 
     @classmethod
     def parse(cls, text: str) -> ParallelDims:
-        """Read "fsdp=4,tp=2": dp, fsdp, tp, pp, each once, and zero=2 or zero=3. Raise TrainingError."""
+        """Read "fsdp=4,tp=2": dp, fsdp, tp, pp, each once, and zero=2 or zero=3. Raises TrainingError."""
         found: dict[str, int] = {}
         for word in text.split(","):
             degree = re.fullmatch(rf"\s*({'|'.join(AXES)}|zero)\s*=\s*([0-9]{{1,9}})\s*", word)
@@ -132,7 +132,7 @@ def layouts(world: int, limits: ModelLimits) -> list[ParallelDims]:
 
 
 def check(degrees: ParallelDims, world: int, limits: ModelLimits) -> ParallelDims:
-    """Return the same degrees. Raise TrainingError, with the layouts that would work, when they do not."""
+    """Return the same degrees. Raises TrainingError, with the layouts that would work, when they do not."""
     if reason := rejection(degrees, world, limits):
         works = [str(d) for d in layouts(world, limits)]
         list_ = "; ".join(works[:LISTED]) + ("; ..." if len(works) > LISTED else "")
@@ -159,7 +159,7 @@ def choose(
 
     `memory_bytes`: of each rank. The choice splits as little as fits: dp moves the fewest bytes.
     Next comes fsdp, whose traffic overlaps with computation on any link. Then comes tp with NVLink (it communicates
-    four times a layer), or pp without. Raise TrainingError when nothing fits.
+    four times a layer), or pp without. Raises TrainingError when nothing fits.
     """
     works = layouts(world, limits)
     if not works:

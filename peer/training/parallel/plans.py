@@ -29,7 +29,7 @@ _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 def limits(spec: RunSpec, device: str, *, offloads: bool) -> ModelLimits:
     """Return what a run's model allows on devices of a kind, "cpu" or "cuda".
 
-    `offloads`: the devices hold nothing of the state between rounds. Raise SpecError.
+    `offloads`: the devices hold nothing of the state between rounds. Raises SpecError.
     """
     config, layout, batch, adapter = spec.model.config, spec.model.layout, spec.inner.batch, spec.model.adapter
     kind = str(config.get("model_type"))  # the config has all defaults written out

@@ -145,7 +145,7 @@ class RankOptimizer(InnerOptimizer):
             for part in self.shards.values():
                 if part.grad is not None:
                     part.grad.mul_(factor)
-        return StepResult(loss, norm, math.isfinite(loss) and math.isfinite(norm))
+        return StepResult(loss, math.isfinite(loss) and math.isfinite(norm))
 
     def drop(self) -> None:
         """Drop the step's gradients."""

@@ -81,7 +81,7 @@ class RankWorker(StateWriter):
         """Build this rank's shard on the device of `offload`. `piece`: maximum number of windows in a pass.
 
         `background_hook` is called often by the thread that writes a saved state. `base`: the file of the frozen base,
-        which was checked. Raise CairnError, and OSError for the base.
+        which was checked. Raises CairnError, and OSError for the base.
         """
         self.group = group
         dims, device, adapter = group.dims, offload.device, spec.model.adapter
@@ -101,7 +101,7 @@ class RankWorker(StateWriter):
         self._step: StepResult | None = None
 
     def do(self, command: Command, *arguments: object) -> Any:
-        """Execute a command; collective. Raise what all ranks agree on; any other error ends this rank."""
+        """Execute a command; collective. Raises what all ranks agree on; any other error ends this rank."""
         return attrgetter(command.value)(self)(*arguments)
 
     def begin(self, width: int, tokens: bytes) -> int:

@@ -19,7 +19,7 @@ _LINK_SECONDS = 10.0
 def resolve(parallel: str, device: str, spec: RunSpec, gpu_memory: int = 0) -> tuple[ParallelDims, str, str]:
     """Return (dims, "cuda" or "cpu", the reason in one line; "" for one process that needs none).
 
-    `parallel` is "auto" or dims, `device` and `gpu_memory` as in `device.choose_device`. Raise TrainingError: no such
+    `parallel` is "auto" or dims, `device` and `gpu_memory` as in `device.choose_device`. Raises TrainingError: no such
     layout, too few GPUs, too little memory; and SpecError.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0

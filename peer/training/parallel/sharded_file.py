@@ -60,7 +60,7 @@ class ShardedFile:
 
         `tensors`: the rank's slices, 1-d fp32, in order; each is used before the next one is requested. `file`: a
         descriptor to write the bytes to, at their place. `after` is called with the number of bytes after each piece.
-        Raise OSError, and ValueError when the tensors are fewer than the rank holds.
+        Raises OSError, and ValueError when the tensors are fewer than the rank holds.
         """
         out = bytearray()
         cuts = iter(self._cuts(rank))
@@ -130,11 +130,11 @@ class ShardedFile:
     # -- reading -----------------------------------------------------------------------------------------------
 
     def read(self, path: Path, rank: int, device: torch.device) -> dict[str, Tensor]:
-        """Return a rank's slices of a file that was checked, by name: 1-d fp32, fresh. Raise OSError."""
+        """Return a rank's slices of a file that was checked, by name: 1-d fp32, fresh. Raises OSError."""
         return self._read(path, self.parts[rank], device)
 
     def read_tensor(self, path: Path, name: str, device: torch.device) -> Tensor:
-        """Return one whole tensor of a file that was checked: 1-d fp32, fresh. Raise OSError."""
+        """Return one whole tensor of a file that was checked: 1-d fp32, fresh. Raises OSError."""
         index = next(i for i, t in enumerate(self.layout.tensors) if t.name == name)
         return self._read(path, [TensorSlice(index, 0, self.layout.tensors[index].numel)], device)[name]
 

@@ -86,7 +86,7 @@ def test_reduced_rounds_lead_nearly_where_gathered_ones_do_for_their_own_bytes(s
     assert 0 < apart(setting, gathered, ours) < 0.25  # norms are of parts, too
     assert ours.reduction is not None
     assert ours.payload == gathered.payload
-    assert ours.up == 3 * (3 * ours.codec.size + ours.reduction.total_size(4))
+    assert ours.up == 3 * (3 * ours.codec.size + sum(ours.reduction.size(4, shard) for shard in range(4)))
 
 
 @pytest.mark.parametrize("width", [1, 64, 2816, 4096])

@@ -177,8 +177,8 @@ def test_the_loss_of_a_model_that_knows_nothing_is_that_of_the_alphabet(tmp_path
 
 def test_of_much_data_evenly_spaced_windows_are_taken(tmp_path):
     model = Uniform()
-    measure(model, data(), shards(tmp_path, 50, 50), max_windows=10, batch=3)
-    assert model.firsts == list(range(0, 100, 10))
+    measure(model, data(), shards(tmp_path, 50, 50), max_windows=20)
+    assert model.firsts == list(range(0, 100, 5))
 
 
 def test_no_data_or_none_that_can_be_read_is_said(tmp_path):

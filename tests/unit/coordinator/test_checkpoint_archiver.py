@@ -486,10 +486,10 @@ async def test_without_validation_data_a_state_writes_once_from_the_owners_promp
 def test_the_same_few_windows_judge_on_a_slow_machine(tmp_path):
     first, second = Uniform(), Uniform()
     ticks = iter(range(100))
-    found = measure(first, SPEC.data, shards(tmp_path, 64), batch=4, seconds=2.5, clock=lambda: float(next(ticks)))
-    assert found.windows == 12 and sorted(first.firsts)[:3] != [0, 1, 2]
+    found = measure(first, SPEC.data, shards(tmp_path, 256), seconds=2.5, clock=lambda: float(next(ticks)))
+    assert found.windows == 48 and sorted(first.firsts)[:3] != [0, 1, 2]
     assert max(b - a for a, b in zip(sorted(first.firsts), sorted(first.firsts)[1:], strict=False)) <= 8
-    assert measure(second, SPEC.data, shards(tmp_path, 64), batch=4, most=12).windows == 12
+    assert measure(second, SPEC.data, shards(tmp_path, 256), most=48).windows == 48
     assert first.firsts == second.firsts
 
 

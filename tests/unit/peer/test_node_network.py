@@ -21,7 +21,7 @@ from peer.node.network import SEARCHED_FOR, Network
 from peer.node.outbox import MAX_WAITING, Outbox
 from peer.node.packet_decoder import MAX_REFUSALS, PacketDecoder
 from peer.node.peer_table import MAX_NONMEMBERS
-from peer.node.round_timings import ExchangeTimes, RoundTimes, RoundTimings
+from peer.node.round_timings import REMEMBERED, ExchangeTimes, RoundTimes, RoundTimings
 from peer.node.tasks import Tasks
 from peer.store import StoreError
 from peer.swarm import Handlers, PeerUnreachable, SwarmStartError
@@ -837,9 +837,10 @@ async def test_a_daemon_that_died_is_replaced_and_its_traffic_still_counts(monke
 
 
 def test_times_are_medians_since_our_own_announcement():
-    e = RoundTimings(remembered=3)
+    e, half = RoundTimings(), REMEMBERED // 2 - 1
     assert e.times == ExchangeTimes()
-    for n, (blobs, certified, applied) in enumerate([(1, 2, 3), (2, 4, 6), (3, 6, 9), (9, 9, 9)]):
+    rounds = [(1, 2, 3), *[(2, 4, 6)] * half, *[(3, 6, 9)] * 2, *[(9, 9, 9)] * half]
+    for n, (blobs, certified, applied) in enumerate(rounds):
         parent, start = Digest(bytes([n]) * 32), 100.0 * n
         e.note_announced(parent, n, start)
         e.note_announced(parent, n, start + 50)  # a repeat
@@ -850,4 +851,4 @@ def test_times_are_medians_since_our_own_announcement():
         e.note_applied(Digest(b"x" * 32), start + 1)
         e.note_applied(parent, start + applied)
     assert e.times == ExchangeTimes(3.0, 6.0, 9.0)
-    assert e.rounds == [RoundTimes(1, 2, 4, 6), RoundTimes(2, 3, 6, 9), RoundTimes(3, 9, 9, 9)]
+    assert e.rounds == [RoundTimes(n, *times) for n, times in enumerate(rounds) if n]

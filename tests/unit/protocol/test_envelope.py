@@ -119,15 +119,12 @@ def test_somebody_elses_signature_is_refused():
 def test_an_oversized_envelope_is_refused_before_it_is_parsed():
     sent = seal(SIGNER, "vote", b"x" * 1000).encoded
     assert open_envelope(sent, "vote", limit=len(sent)).payload == b"x" * 1000
-    for refused in (
-        open_envelope,
-        lambda s, _, limit: claimed_kind(s, limit=limit),
-        lambda s, _, limit: claimed_author(s, limit=limit),
-    ):
+    for refused in (open_envelope, lambda s, _, limit: claimed_author(s, limit=limit)):
         with pytest.raises(MalformedError, match="at most"):
             refused(sent, "vote", limit=len(sent) - 1)
-    with pytest.raises(MalformedError, match="at most"):
-        open_envelope(b"\x00" * (MAX_ENVELOPE + 1), "vote")
+    for refused in (lambda s: open_envelope(s, "vote"), claimed_kind, claimed_author):
+        with pytest.raises(MalformedError, match="at most"):
+            refused(b"\x00" * (MAX_ENVELOPE + 1))
 
 
 def test_text_that_is_not_utf8_is_malformed():

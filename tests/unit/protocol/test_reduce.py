@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from protocol.codec import Codec, make_codec
+from protocol.codec.interface import HEADER
 from protocol.errors import CodecError
 from protocol.layout import MOMENTUM, Layout, TensorSlice
 from protocol.merkle import CHUNK, blob_digest
@@ -66,7 +67,7 @@ def test_parts_are_all_of_the_model_in_order_and_of_like_size(layout, spec, coun
     assert max(sizes) - min(sizes) <= 1
     slices = [reduction.update_slice(count, p) for p in range(count)]
     assert [a for a, _ in slices] == [0, *(b for _, b in slices[:-1])] and slices[-1][1] == reduction.codec.size
-    assert sum(reduction.size(count, p) for p in range(count)) == reduction.total_size(count)
+    assert sum(reduction.size(count, p) for p in range(count)) == reduction.size(1, 0) + (count - 1) * HEADER
 
 
 def test_there_is_a_part_for_each_contributor_but_none_much_smaller_than_a_chunk_of_a_blob():

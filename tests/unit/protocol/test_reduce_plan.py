@@ -72,4 +72,4 @@ def test_sizes_are_those_of_the_codecs(kind, k):
     layout = Layout.of({"a": (3, 5000), "b": (7,), "c": (4096,), "d": (2, 4097), "e": (1,), "f": (130, 33)})
     spec = CodecSpec(kind=kind, k=k)
     assert blob_size(spec, layout) == make_codec(spec, layout).size
-    assert mean_size(spec, layout) == Reduction(make_codec(spec, layout)).total_size(1)
+    assert mean_size(spec, layout) == Reduction(make_codec(spec, layout)).size(1, 0)
