@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from peer.node.round_blob_fetcher import RoundBlobFetcher
@@ -50,13 +50,15 @@ class BlobRetention:
         """Protect these blobs, in place of those of the call before: an observer's user keeps them for others."""
         self._protected = blobs
 
-    async def prune(self) -> list[Digest]:
-        """Remove the blobs that nobody needs, partial ones included, and return them.
+    async def prune(self, among: Collection[Digest] | None = None) -> list[Digest]:
+        """Remove the blobs that nobody needs, partial ones included, and return them. `among`: of these alone.
 
         They are selected at once; blobs that arrive later stay. Raises StoreError.
         """
         kept = {*assets(self.spec), *self._states, *self._new_updates, *self._protected, *self.retained()}
         gone = self.store.unreferenced(kept)
+        if among is not None:
+            gone = [digest for digest in gone if digest in among]
         await asyncio.to_thread(lambda: [self.store.remove(digest) for digest in gone])
         self.updates.forget(gone)
         return gone

@@ -75,6 +75,13 @@ async def test_pruning_removes_what_neither_the_machine_nor_the_spec_names():
     assert held.held == {wanted, SPEC.genesis.name}
 
 
+async def test_pruning_among_some_blobs_removes_no_others():
+    wanted, other, third = (Digest(letter * 32) for letter in (b"w", b"o", b"t"))
+    held = Blobs(wanted, other, third)
+    assert await retention(held, wanted).prune({wanted, other}) == [other]
+    assert held.held == {wanted, third}
+
+
 async def test_only_the_newest_states_that_no_record_names_stay_and_an_update_that_is_new():
     states, new = [state(100 + i) for i in range(KEEP + 3)], Digest(b"n" * 32)
     held = Blobs(*states, new)
