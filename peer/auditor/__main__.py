@@ -25,12 +25,9 @@ from protocol.quiet_imports import quiet_imports
 if TYPE_CHECKING:
     import torch
 
-CPU_NICENESS = 15
-"""Beside a trainer on the same cores, of niceness 10, an audit has a quarter of the time (sched(7): 36 parts to 110).
-Audits are little work, but with an eighth, reports on newcomers came too late to count."""
-
-SESSION_NICENESS = 5
-"""The same where Linux shares the cores by sessions, of which the trainer's has niceness 0 (335 parts to 1,024)."""
+CPU_NICENESS = 10
+"""As the trainer's on the same cores: each has half. Audits are little work, but reports count for a while: with an
+eighth or a quarter of the time, liars were convicted too late or never."""
 
 FREE_SHARE = 0.1
 """Share of a GPU's memory that an audit leaves to the trainer, beside what is in use."""
@@ -88,10 +85,7 @@ def scores_of(job: Job) -> tuple[Score, ...]:
     gc.collect()  # the model of the job before refers to itself
     device = choose_device(job.device, job.threads)
     if device.type == "cpu":
-        os.nice(CPU_NICENESS)  # no more than that, however often
-        # Linux may share the cores by sessions first (sched(7), autogroup), and this process has one of its own.
-        with contextlib.suppress(OSError):
-            Path("/proc/self/autogroup").write_text(str(SESSION_NICENESS))
+        os.nice(max(0, CPU_NICENESS - os.nice(0)))  # each job comes here
     else:
         _leave_memory(device, job.gpu_memory)
     return audit(job, device)

@@ -24,7 +24,7 @@ from peer.node.audit_process import AuditProcess
 from tests.support import audit_world
 from tests.support.audit_world import Audited
 from tests.support.local_trainer import closed  # noqa: F401 - a fixture
-from tests.support.priority import child_pids, session_niceness
+from tests.support.priority import child_pids
 from tests.support.waiting import LIMIT, NEVER, ended, until
 
 
@@ -59,7 +59,7 @@ async def test_jobs_are_answered_with_scores_and_their_time_or_with_a_reason(aud
     process = AuditProcess()
     replayed = await ended(process.answer(audited.job(), NEVER))
     assert [(s.name, s.value) for s in replayed.scores] == [("scale", 1.0), ("signs", 1.0)] and not replayed.reason
-    assert 5 in map(session_niceness, child_pids()) or session_niceness("self") is None
+    assert 10 in (os.getpriority(os.PRIO_PROCESS, int(pid)) for pid in child_pids())
     measured = await ended(process.answer(audited.job("loss", own=True), NEVER))
     assert [s.name for s in measured.as_scores] == ["gain", "quarter"]
     again = await ended(process.answer(audited.job(), NEVER))
