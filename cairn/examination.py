@@ -29,7 +29,7 @@ from peer.doctor.device import device_finding, memory_finding
 from peer.doctor.device_process import try_device
 from peer.doctor.disk import data_bytes, disk_finding, state_bytes
 from peer.doctor.findings import DoctorFinding, Verdict, verdict_of
-from peer.doctor.measured import DownloadProbe
+from peer.doctor.measurements import DownloadProbe
 from peer.doctor.probes import dial, disk_space, own_address
 from peer.node.enrollment import run_folder
 from peer.node.options import NodeOptions

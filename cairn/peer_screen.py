@@ -159,7 +159,7 @@ class _Handler(logging.Handler):
 
 
 class _ConsoleHandler(_Handler):
-    """Log lines above the live lines; problems and joy in colour."""
+    """Log lines above the live lines; problems and milestones in colour."""
 
     def emit(self, record: logging.LogRecord) -> None:
         style = "red" if record.levelno >= logging.ERROR else "yellow" if record.levelno >= logging.WARNING else ""

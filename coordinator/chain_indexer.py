@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 
-from coordinator.audit_docket import MAX_DECIDED
+from coordinator.audit_index import MAX_DECIDED
 from coordinator.credits.plausibility import PlausibilityCheck
 from coordinator.directives import DirectiveEffects
 from coordinator.errors import LedgerConflictError, OtherFinalizationError

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
-from coordinator.audit_docket import AuditDocket, RecentRounds
+from coordinator.audit_index import AuditIndex, RecentRounds
 from coordinator.history import RoundHistory, RoundPoint
 from coordinator.ledger import CarriedReport, StatedDecision
 from protocol.audits import AuditRule
@@ -48,7 +48,7 @@ class IndexedChain:
         self.pending: Mapping[PeerKey, Balance] = {}
         """Credits of each peer in open rounds, and in posted rounds within the hold."""
 
-        self.audits = AuditDocket(audit, hold_rounds)
+        self.audits = AuditIndex(audit, hold_rounds)
         """The reports and decisions of audits, of posted and open rounds."""
 
     @property

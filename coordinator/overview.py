@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from coordinator.alerts.tracker import Alert
-from coordinator.audit_docket import AuditCase
+from coordinator.audit_index import AuditCase
 from coordinator.chain_indexer import ChainIndexer
 from coordinator.directives import DirectiveEffects
 from coordinator.history import tokens_per_second

@@ -203,7 +203,7 @@ class Swarm:
     def _audit(self, certificate: Certificate, newest: Certificate) -> None:
         """Make the checks of a record that the newest draws, and those that the newest's reports ask for.
 
-        `protocol.rounds.work_auditor` does the same, and does not wait with updates that are always audited.
+        `protocol.rounds.audit_scheduler` does the same, and does not wait with updates that are always audited.
         """
         branch, rule, stakes = self.branch, self.scenario.defences.rule, self.branch.stakes(certificate)
         convicted = branch.chain.reports_after(certificate.digest).convicted_stake

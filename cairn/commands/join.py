@@ -340,12 +340,12 @@ async def _join(options: JoinOptions, invite: Invite, settings: SettingsFile) ->
 
 async def run_node(node: Node, screen: PeerScreen, stopping: asyncio.Future[Any], away: asyncio.Event) -> None:
     """Run a node until it ends, or `stopping` or `away` says so. Raises CairnError."""
-    from cairn.joy import tell_joys
+    from cairn.milestones import log_milestones
 
     leaving = asyncio.ensure_future(away.wait())
     running = asyncio.create_task(node.run())
-    joys = asyncio.create_task(tell_joys(lambda: screen.view(node.reporter.latest), node.store))
-    is_auditor, beside = node.trainer is None, [joys]
+    milestones = asyncio.create_task(log_milestones(lambda: screen.view(node.reporter.latest), node.store))
+    is_auditor, beside = node.trainer is None, [milestones]
     if not is_auditor:
         asking = _ask_for_credits(node.membership, screen, lambda: node.reporter.latest.members)
         beside.append(asyncio.create_task(asking))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from coordinator.audit_docket import AuditCase
+from coordinator.audit_index import AuditCase
 from coordinator.checkpoints.archive import FILES
 from coordinator.checkpoints.archiver import CheckpointArchiver
 from coordinator.checkpoints.settings import AboutTable

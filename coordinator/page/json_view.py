@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from coordinator.audit_docket import AuditCase
+from coordinator.audit_index import AuditCase
 from coordinator.credits.leaderboard import CreditSummary
 from coordinator.directives import RunMark
 from coordinator.history import Charts

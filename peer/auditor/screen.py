@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from peer.auditor.job import ScreenJob
-from peer.mapped import mapped_files
+from peer.memory_map import mapped_files
 from protocol.codec import Codec, make_codec
 from protocol.codec.interface import Blob
 from protocol.layout import BLOCK, Layout, TensorSlice

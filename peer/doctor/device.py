@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from peer.doctor.findings import DoctorFinding
-from peer.doctor.measured import Device, Trial
+from peer.doctor.measurements import Device, Trial
 from peer.training.parallel.parallel_dims import USABLE
 from peer.units import byte_size
 

@@ -18,7 +18,7 @@ from typing import Any
 import async_timeout
 
 from peer.channel.link import trainer_environment
-from peer.doctor.measured import Device, Sample, Trial
+from peer.doctor.measurements import Device, Sample, Trial
 from peer.errors import PeerError
 
 CHECK_SECONDS = 300.0

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from peer.coordinator_client import RunInfo, SwarmStatus
 from peer.doctor.findings import DoctorFinding
-from peer.doctor.measured import PresentSwarm
+from peer.doctor.measurements import PresentSwarm
 
 AWAY = ("silent", "gone", "banned", "barred")
 """Phases in a status of peers that are not there."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from peer.doctor.findings import DoctorFinding
-from peer.doctor.measured import DownloadProbe, PresentSwarm, Trial, step_seconds
+from peer.doctor.measurements import DownloadProbe, PresentSwarm, Trial, step_seconds
 from peer.training.sources import CACHE_BYTES
 from peer.units import byte_size
 from protocol.data_address import public_url

@@ -28,6 +28,6 @@ collaborators is a dataclass of them: its private state follows. Read the module
    - `trainer_files`, `trainer_supervisor`: its files and its process; `base_model`: the frozen base
    - `state_fetcher`: the files of a state, for the trainer's moves and for audits
    - `state_loader`, `trainer_client`: its moves along the chain, and its requests and answers
-   - `update_auditor`, `audit_jobs`, `audit_disk`, `audit_process`: the checks of others' updates
+   - `audit_runner`, `audit_jobs`, `audit_disk`, `audit_process`: the checks of others' updates
    - `usage_log`, `rate_meter`, `downloads`, `failure_log`, `snapshot`, `status_reporter`: reports for people
 """

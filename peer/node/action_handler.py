@@ -7,6 +7,7 @@ import logging
 from dataclasses import dataclass, field
 
 from peer.errors import PeerError
+from peer.node.audit_runner import AuditRunner
 from peer.node.chain_store import ChainStore
 from peer.node.directive_handler import DirectiveHandler
 from peer.node.end_of_run import EndOfRun
@@ -20,7 +21,6 @@ from peer.node.status_reporter import store_goodbye
 from peer.node.tasks import Tasks
 from peer.node.trainer_client import LEVELS, TrainerClient
 from peer.node.trainer_files import store_epoch
-from peer.node.update_auditor import UpdateAuditor
 from peer.store import Store
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Goodbye
@@ -45,7 +45,7 @@ class ActionHandler:
     reducer: ShardReducer
     directives: DirectiveHandler
     trainer: TrainerClient | None
-    auditor: UpdateAuditor | None
+    auditor: AuditRunner | None
     end_of_run: EndOfRun
     queue: EventQueue
     tasks: Tasks

@@ -11,6 +11,7 @@ from typing import Any
 from peer.node.action_handler import ActionHandler
 from peer.node.audit_disk import AuditDisk
 from peer.node.audit_jobs import AuditJobs
+from peer.node.audit_runner import AuditRunner
 from peer.node.blob_retention import BlobRetention, assets
 from peer.node.chain_store import ChainStore
 from peer.node.directive_handler import DirectiveHandler, is_banned
@@ -34,7 +35,6 @@ from peer.node.status_reporter import StatusReporter, last_goodbye, local_status
 from peer.node.tasks import Tasks
 from peer.node.trainer_client import TrainerClient
 from peer.node.trainer_supervisor import TrainerSupervisor
-from peer.node.update_auditor import UpdateAuditor
 from peer.swarm import Swarm
 from peer.swarm.pace import Paces
 from protocol.codec import make_codec
@@ -110,7 +110,7 @@ def build_node(
     jobs = AuditJobs(spec, options, store, chain, updates, files, disk)
     auditor = None
     if makes_audits:
-        auditor = UpdateAuditor(spec, me, chain, jobs, queue.post, None if options.trains else retention)
+        auditor = AuditRunner(spec, me, chain, jobs, queue.post, None if options.trains else retention)
 
     trainer = None
     if options.trains:

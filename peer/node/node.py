@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from peer.node.audit_jobs import AuditJobs
+from peer.node.audit_runner import AuditRunner
 from peer.node.blob_retention import BlobRetention
 from peer.node.chain_store import ChainStore
 from peer.node.coordinator_discovery import ask_members, pass_on
@@ -25,7 +26,6 @@ from peer.node.snapshot import Snapshot
 from peer.node.status_reporter import StatusReporter
 from peer.node.tasks import Tasks, cancel_and_wait
 from peer.node.trainer_client import TrainerClient
-from peer.node.update_auditor import UpdateAuditor
 from peer.store import Store
 from protocol.chain import Chain
 from protocol.ids import Digest
@@ -52,7 +52,7 @@ class Node:
     retention: BlobRetention
     trainer: TrainerClient | None
     audit_jobs: AuditJobs
-    auditor: UpdateAuditor | None
+    auditor: AuditRunner | None
     driver: RoundDriver
     requests: RequestServer
     reporter: StatusReporter

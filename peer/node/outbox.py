@@ -56,7 +56,7 @@ class Outbox:
         queue = self._waiting.setdefault(to, deque(maxlen=MAX_WAITING))
         for item in items:
             if isinstance(item, Signed) and isinstance(item.body, Heartbeat):
-                for old in [i for i in queue if _is_older_heartbeat(i, item)]:
+                for old in [i for i in queue if _is_heartbeat_of(i, item)]:
                     queue.remove(old)
             queue.append(item)
         if to not in self._tasks:
@@ -119,6 +119,6 @@ def _packet_of(queue: deque[Item], encode: Callable[[Signed], bytes]) -> wire.Pa
     return packet
 
 
-def _is_older_heartbeat(waiting: Item, heartbeat: Signed) -> bool:
+def _is_heartbeat_of(waiting: Item, heartbeat: Signed) -> bool:
     """Return whether a waiting message is a heartbeat of the same author."""
     return isinstance(waiting, Signed) and isinstance(waiting.body, Heartbeat) and waiting.author == heartbeat.author

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from peer.mapped import mapped_file
+from peer.memory_map import mapped_file
 from peer.node.events import Post
 from peer.node.failure_log import FailureLog
 from peer.node.network import Network

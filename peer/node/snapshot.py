@@ -35,7 +35,7 @@ class Snapshot:
     absolute number of the window to train next; 0 without a trainer. `orders` are the reasons why this peer may not
     train, for people: a directive of the owner, or a conviction. It is empty when there are none. `rest` is why its
     user wants it to rest, empty while it may train. With `devices_free` no process of it uses a device.
-    `audits` counts this node's checks of others' updates (`update_auditor.AuditCounts`), and those that wait. It is
+    `audits` counts this node's checks of others' updates (`audit_runner.AuditCounts`), and those that wait. It is
     empty when it makes none.
     """
 

@@ -8,6 +8,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from peer.node.audit_runner import AuditRunner
 from peer.node.directive_handler import DirectiveHandler
 from peer.node.end_of_run import EndOfRun
 from peer.node.enrollment import Enrollment
@@ -18,7 +19,6 @@ from peer.node.rest import RestWish
 from peer.node.round_timings import RoundTimings
 from peer.node.snapshot import Snapshot, write_snapshot
 from peer.node.trainer_client import NO_PROGRESS, TrainerClient
-from peer.node.update_auditor import UpdateAuditor
 from peer.store import Store, StoreError
 from protocol.rounds.machine import RoundMachine
 from protocol.rounds.policy import LocalStatus
@@ -87,7 +87,7 @@ class StatusReporter:
     directives: DirectiveHandler
     timings: RoundTimings
     trainer: TrainerClient | None
-    auditor: UpdateAuditor | None
+    auditor: AuditRunner | None
     rest: RestWish
     bus: NodeEvents
 

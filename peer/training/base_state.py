@@ -16,14 +16,14 @@ from pathlib import Path
 from peer.channel import Applied, Apply, Load, MakeUpdate, NothingDone, RoundUpdates, UpdateMade
 from peer.durable import link_into
 from peer.errors import SavedStateError, TrainingError
-from peer.mapped import mapped_files
+from peer.memory_map import mapped_files
 from peer.training.backend import TrainingBackend
 from peer.training.error_feedback import AcceptedUpdate, ErrorFeedbackAccount
 from peer.training.exchange_point import ExchangePoint
 from peer.training.layers import Report
-from peer.training.owner import ThreadOwned
 from peer.training.round_files import RoundFiles
 from peer.training.saved_state import SavedFolder, SavedState, TrainerManifest
+from peer.training.thread_owned import ThreadOwned
 from peer.training.windows import UndecidedUpdate, WindowAccounting
 from protocol.codec import make_codec
 from protocol.errors import CodecError

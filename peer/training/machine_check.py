@@ -4,9 +4,9 @@ The node itself loads no CUDA. This finds what the trainer would refuse at its s
 --steps, for the doctor, it also measures the memory and some steps. Each report is a JSON object on a line of stdout:
 
     {"refused": "..."}          why the devices cannot be used; the exit code is 1
-    {"device": {...}}           a `peer.doctor.measured.Device`
+    {"device": {...}}           a `peer.doctor.measurements.Device`
     {"built": true}             steps follow
-    {"sample": {...}}           a `peer.doctor.measured.Sample`
+    {"sample": {...}}           a `peer.doctor.measurements.Sample`
 """
 
 from __future__ import annotations

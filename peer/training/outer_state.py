@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from peer.mapped import mapped_files
+from peer.memory_map import mapped_files
 from peer.training.offload import Offload
 from peer.training.parallel.group import SoleRank
 from peer.training.parallel.sharded_file import ShardedFile

@@ -21,8 +21,8 @@ from peer.training.exchange_point import ExchangePoint
 from peer.training.gate import YieldGate
 from peer.training.inner_optimizer import StepResult
 from peer.training.layers import Report
-from peer.training.owner import ThreadOwned
 from peer.training.schedule import replayable_factor, step_factor
+from peer.training.thread_owned import ThreadOwned
 from peer.training.throughput import ThroughputMeter
 from peer.training.time_breakdown import Activity, TimeBreakdown
 from protocol.spec import RunSpec

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from peer.channel import Start
-from peer.doctor.measured import Device, Sample
+from peer.doctor.measurements import Device, Sample
 from peer.training.device import choose_device, device_name
 from peer.training.memory import available, memory_of
 from peer.training.offload import can_offload

@@ -183,7 +183,7 @@ class ChainSync:
         }
 
 
-class Bootstrap:
+class JoinTimer:
     """The time of joining, in which a newcomer collects the others' records before it loads a state and trains.
 
     `patience`: seconds after which it is over if nothing arrives of what others claim to have.
@@ -203,7 +203,7 @@ class Bootstrap:
 
     def is_over(self, deadlines: Deadlines, *, ahead: bool, equal: bool) -> bool:
         """Return whether it is over. `ahead`: a peer has records that we miss; `equal`: one has a head that we know."""
-        waited = deadlines.due("bootstrap", self._wait_until)
+        waited = deadlines.due("joining", self._wait_until)
         grew = min(self._grew, self._wait_until + MAX_PATIENCES * self._patience)
         at_last = max(self._wait_until, grew) + self._patience
-        return (not ahead and (equal or waited)) or deadlines.due("bootstrap at last", at_last)
+        return (not ahead and (equal or waited)) or deadlines.due("joining at last", at_last)

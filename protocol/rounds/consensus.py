@@ -320,10 +320,10 @@ class Consensus:
         if self.round is not None:
             self.round.hold(blob)
 
-    def rebase(self) -> None:
+    def continue_round(self) -> None:
         """Continue the open round with the trainer's state: it was lost, and is back."""
         if self.round is not None:
-            self.round.rebase(self._sync.state)
+            self.round.set_state(self._sync.state)
 
     def exclude_banned(self) -> None:
         """Leave banned authors out of the open round."""
@@ -353,7 +353,7 @@ class Consensus:
             self.stop_exchange()
             return None
         if (vouched := self._contradiction(round_)) is not None:
-            self._sync.contradicted(vouched)
+            self._sync.discard_state(vouched)
             return None
         if round_.announced_at is None:
             due = not self._sync.is_making_update and self.work.windows >= 1 and not self._context.is_paused
@@ -391,7 +391,7 @@ class Consensus:
         if hurry or context.deadlines.due("round", round_.began + context.policy.max_seconds):
             return True
         members, number = context.members, round_.number
-        headers = {author: h for author, h in round_.headers.items() if author in round_.first_hand}
+        headers = {author: h for author, h in round_.headers.items() if author in round_.direct_authors}
         announced = sum(h.body.windows for a, h in headers.items() if not members.is_doubted(a, number))
         target, total = context.policy.target_windows, self.work.windows + announced + members.windows
         if total >= target or not headers:

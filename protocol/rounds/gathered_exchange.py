@@ -25,14 +25,14 @@ class GatheredExchange(Exchange):
         context, round_ = self._context, self._round
         if self.is_delivered(header):
             return True
-        if header.author not in round_.first_hand or context.members.late.applies_to(header.author, round_.number):
+        if header.author not in round_.direct_authors or context.members.late.applies_to(header.author, round_.number):
             return False
         return not context.deadlines.due("claim", round_.received_at[header.author] + context.policy.exchange_seconds)
 
     def awaits(self, header: Signed[UpdateHeader]) -> bool:
         """Return whether the update of a candidate that announced itself is not held yet."""
         round_ = self._round
-        return header.author in round_.first_hand and round_.is_candidate(header) and not self.is_delivered(header)
+        return header.author in round_.direct_authors and round_.is_candidate(header) and not self.is_delivered(header)
 
     def is_delivered(self, header: Signed[UpdateHeader]) -> bool:
         """Return whether the update is held."""

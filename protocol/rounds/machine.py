@@ -56,7 +56,8 @@ from protocol.rounds.actions import (
     StoreEpoch,
     StoreFinalization,
 )
-from protocol.rounds.chain_sync import Bootstrap, ChainSync
+from protocol.rounds.audit_scheduler import AuditScheduler
+from protocol.rounds.chain_sync import ChainSync, JoinTimer
 from protocol.rounds.consensus import Consensus
 from protocol.rounds.context import Context
 from protocol.rounds.conviction_notices import notify_convictions
@@ -73,7 +74,6 @@ from protocol.rounds.retention import retained, retained_states
 from protocol.rounds.round_state import RoundState
 from protocol.rounds.state_sync import StateSync
 from protocol.rounds.summary import Summary, summarise
-from protocol.rounds.work_auditor import WorkAuditor
 
 MAX_TURNS = 100
 """Maximum number of turns in a step: each turn of a correct machine decides or moves something."""
@@ -116,13 +116,13 @@ class RoundMachine:
         self._status = status or LocalStatus()
         self._sync = StateSync(self._context)
         self._consensus = Consensus(self._context, self._sync)
-        self._auditor = WorkAuditor(self._context, reporter)
+        self._auditor = AuditScheduler(self._context, reporter)
         self._directives = DirectiveGossip(self._context)
         self._departure = Departure(self._context)
         self._rest = RestSteps(self._context, self._sync, self._consensus)
         self._chain_sync = ChainSync(policy.max_members + 64, policy.heartbeat_seconds, signer.key)
         self._future = FutureMessages(2 * policy.max_members)
-        self._bootstrap = Bootstrap(now, policy.member_seconds)
+        self._join_timer = JoinTimer(now, policy.member_seconds)
         self._phase = Phase.OBSERVING if observer else Phase.JOINING
         self._sequence = self._beats = 0
         self._sent: deque[int] = deque(maxlen=REMEMBERED_BEATS)
@@ -162,7 +162,7 @@ class RoundMachine:
         self._sync.begin()
         self._departure.begin()
         self._directives.notify_pause(None, context.directive)
-        self._bootstrap.begin(now, 0.0 if alone else 2 * context.policy.heartbeat_seconds)
+        self._join_timer.begin(now, 0.0 if alone else 2 * context.policy.heartbeat_seconds)
         self._beat()
         self._advance()
         return context.actions
@@ -501,7 +501,7 @@ class RoundMachine:
         # Records that we have are news too when more follow them: a walk along a branch, always upwards.
         onwards = event.more and bool(event.certificates) and reached > self._reached_height
         if added and event.more:
-            self._bootstrap.grew(context.now)
+            self._join_timer.grew(context.now)
         self._chain_sync.answered(event.source, useful=added > 0 or onwards, now=context.now)
         self._reached_height = reached if onwards else -1
         if onwards and self._chain_sync.may_ask:
@@ -575,7 +575,7 @@ class RoundMachine:
             return
         ahead = self._chain_sync.is_ahead(context.chain)
         equal = any(m.beat.head in context.chain for m in context.members)
-        if self._bootstrap.is_over(context.deadlines, ahead=ahead, equal=equal):
+        if self._join_timer.is_over(context.deadlines, ahead=ahead, equal=equal):
             sync.join()
             self._hold_back_what_came_while_joining()
 
@@ -592,7 +592,7 @@ class RoundMachine:
         context, consensus = self._context, self._consensus
         if consensus.round is not None and consensus.round.parent == parent:
             # The trainer was lost and holds the same state again: the announced update stands.
-            consensus.rebase()
+            consensus.continue_round()
             self._beat()
             return
         if parent != context.chain.root:

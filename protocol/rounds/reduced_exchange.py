@@ -135,7 +135,7 @@ class ReducedExchange(Exchange):
         late = proposal is not None and self._context.deadlines.due("own shards", proposal.seen + seconds)
         if late is not self._fetches_own_shards:
             self._fetches_own_shards = late
-            self._round.changed()
+            self._round.count_change()
 
     def _continue_with(self, best: Best) -> None:
         proposal, held = self._current, self._round.proposals
@@ -144,7 +144,7 @@ class ReducedExchange(Exchange):
             proposal = None
         if proposal is None and (proposal := best()) is not None:
             self._current = proposal
-            self._round.changed()
+            self._round.count_change()
             tally = self._tallies[proposal.record.digest]
             for shard in tally.duties(self._context.me):
                 self._context.emit(ReduceShard(proposal.record, shard, tally.committees[shard]))
@@ -267,7 +267,7 @@ class ReducedExchange(Exchange):
         if proposal is not None:
             shard = attestation.body.shard
             if proposal is self._current and self._tallies[proposal.record.digest].agreed[shard] is not None:
-                self._round.changed()
+                self._round.count_change()
             self._compare(proposal, shard)
             self._report_unavailable()
         return True
@@ -385,7 +385,7 @@ class ReducedExchange(Exchange):
             agreed = () if tally is None else tally.agreed
             context.blobs.request_again((d for d in agreed if d is not None), context.now)
             self._current = None
-            self._round.changed()
+            self._round.count_change()
 
     def sizes(self) -> dict[str, tuple[int, int]]:
         top = self._round.policy.max_members

@@ -108,7 +108,7 @@ class RoundState:
         self.received_at: dict[PeerKey, float] = {}
         """The time of each header's arrival."""
 
-        self.first_hand: set[PeerKey] = set()
+        self.direct_authors: set[PeerKey] = set()
         """Authors whose header arrived on its own. One whose header only a record lists takes no turn, and nobody waits
         for its update."""
 
@@ -154,8 +154,8 @@ class RoundState:
         self._jumps: dict[PeerKey, float] = {}
         """Authors whose record made us skip attempts, and when; at most as many as there are headers."""
 
-    def changed(self) -> None:
-        """Note a change of the blobs that the round may need."""
+    def count_change(self) -> None:
+        """Count a change of the blobs that the round may need."""
         self.revision += 1
 
     # -- headers ---------------------------------------------------------------------------------------------
@@ -204,11 +204,11 @@ class RoundState:
         self.received_at[author] = now
         self.claimants[header.body.blob] = author
         if not listed:
-            self.first_hand.add(author)
+            self.direct_authors.add(author)
         if self.first_header_at is None:
             self.first_header_at = now
         self._order = None
-        self.changed()
+        self.count_change()
         return True
 
     def _forget_header(self, author: PeerKey) -> None:
@@ -216,26 +216,26 @@ class RoundState:
         del self.received_at[author]
         if self.claimants.get(blob) == author:
             del self.claimants[blob]
-        self.first_hand.discard(author)
+        self.direct_authors.discard(author)
         self._jumps.pop(author, None)
         self._order = None
-        self.changed()
+        self.count_change()
 
     def confirm(self, author: PeerKey) -> None:
         """Note that the header that a record listed has come by itself."""
-        if author not in self.first_hand:
-            self.first_hand.add(author)
+        if author not in self.direct_authors:
+            self.direct_authors.add(author)
             self._order = None
 
     def equivocate(self, second: Signed[UpdateHeader], *, listed: bool) -> None:
         """Note that an author announced a second header. Both are left out; the first that came by itself counts."""
         author = second.author
-        if not listed and author not in self.first_hand and second.body.blob not in self.claimants:
+        if not listed and author not in self.direct_authors and second.body.blob not in self.claimants:
             received = self.received_at[author]
             self._forget_header(author)
             self.headers[author], self.received_at[author] = second, received
             self.claimants[second.body.blob] = author
-            self.first_hand.add(author)
+            self.direct_authors.add(author)
             self.refuse_contradictions()
         self.equivocators.add(author)
         self.exclude(author)
@@ -248,7 +248,7 @@ class RoundState:
         blob, claimant = header.body.blob, self.claimants.get(header.body.blob)
         if claimant is None or claimant == header.author:
             return None
-        if listed or claimant in self.first_hand:
+        if listed or claimant in self.direct_authors:
             self.disputed.add(blob)
             return claimant
         self._forget_header(claimant)
@@ -257,7 +257,7 @@ class RoundState:
     def contradicts(self, listed: Signed[UpdateHeader]) -> bool:
         """Return whether a header of a record contradicts one that came by itself, or the first claim of its blob."""
         author, blob = listed.author, listed.body.blob
-        other = author in self.first_hand and self.headers[author].digest != listed.digest
+        other = author in self.direct_authors and self.headers[author].digest != listed.digest
         return other or self.claimants.get(blob, author) != author
 
     def refuse_contradictions(self) -> None:
@@ -268,7 +268,7 @@ class RoundState:
     def exclude(self, author: PeerKey) -> None:
         self.excluded.add(author)
         self._order = None
-        self.changed()
+        self.count_change()
 
     def candidates(self) -> list[Signed[UpdateHeader]]:
         """Return the headers that a record of ours may list: same base as ours, and no invalid blob."""
@@ -286,7 +286,9 @@ class RoundState:
         Peers that hold other updates see another order: a record out of turn still counts after a while.
         """
         if self._order is None:
-            ready = (h.author for h in self.candidates() if h.author in self.first_hand and self._holds(h.body.blob))
+            ready = (
+                h.author for h in self.candidates() if h.author in self.direct_authors and self._holds(h.body.blob)
+            )
             self._order = proposer_order(self._seed, ready, self._stakes, self._recent)
         return self._order
 
@@ -298,11 +300,11 @@ class RoundState:
                 return state
         return None
 
-    def rebase(self, state: Digest | None) -> None:
+    def set_state(self, state: Digest | None) -> None:
         """Correct our own state after the parent."""
         self.state = state
         self._order = None
-        self.changed()
+        self.count_change()
 
     def restart_clock(self, now: float) -> None:
         """Start the round's time from now: a pause was no part of it."""
@@ -310,7 +312,7 @@ class RoundState:
 
     def mark_announced(self, now: float) -> None:
         self.announced_at = now
-        self.changed()
+        self.count_change()
 
     def mark_ready(self, now: float) -> None:
         self.ready_at = now
@@ -368,7 +370,7 @@ class RoundState:
                 other.equivocated = proposal.equivocated = True
         self.proposals[record.digest] = proposal
         self._record_bytes += len(record.encoded)
-        self.changed()
+        self.count_change()
         return proposal
 
     def _to_evict(self, by_author: list[Proposal], record: Signed[RoundRecord]) -> Digest | None:
@@ -394,7 +396,7 @@ class RoundState:
         evicted = self.proposals.pop(record, None)
         if evicted is not None:
             self._record_bytes -= len(evicted.record.encoded)
-            self.changed()
+            self.count_change()
 
     def require(self, proposal: Proposal, blob: Digest, *, held: bool, invalid: bool) -> None:
         """Note that a vote for a proposal needs one more blob."""
@@ -402,7 +404,7 @@ class RoundState:
         proposal.bad = proposal.bad or invalid
         if not held:
             proposal.missing.add(blob)
-        self.changed()
+        self.count_change()
 
     def update_blobs(self) -> set[Digest]:
         """Return the blobs of all updates of this round."""

@@ -264,7 +264,8 @@ class StateSync:
         elif path[0].record.body.parent == self.applied:
             first = path[0].record.body
             if first.base_state != self.state:
-                return self.contradicted(first.base_state)
+                self.discard_state(first.base_state)
+                return True
             if all(context.blobs.holds(blob) for blob in applied_blobs(path[0])):
                 return self._apply(path[0])
         elif self._is_here(head):
@@ -400,14 +401,13 @@ class StateSync:
             )
             self._context.notify("error", "unavailable", text + "has them. Tell the run's owner")
 
-    def contradicted(self, vouched: Digest) -> bool:
-        """Discard the trainer's state: the chain names another digest for the same record. Return True."""
+    def discard_state(self, vouched: Digest) -> None:
+        """Discard the trainer's state: the chain names another digest for the same record."""
         mine = "none" if self.state is None else self.state.short
         text = f"our state {mine} differs from the state {vouched.short} that the chain records: reloading it. "
         remedy = "If this repeats, the device computes wrongly or the software differs from the others'"
         self._context.notify("error", "drift", text + remedy)
         self.applied = None
-        return True
 
     # -- the trainer's answers -------------------------------------------------------------------------------
 

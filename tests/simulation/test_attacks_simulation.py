@@ -14,7 +14,7 @@ from protocol.ids import Digest, PeerKey
 from protocol.messages import AuditDecision, WorkReport
 from protocol.record_node import RecordNode
 from protocol.rounds import actions as do
-from protocol.rounds import work_auditor
+from protocol.rounds import audit_scheduler
 from protocol.rounds.consensus import Consensus
 from protocol.rounds.phase import Phase
 from protocol.stake import StakeRule
@@ -374,7 +374,7 @@ def test_without_audits_the_largest_claims_get_most_of_the_windows(honest, attac
 
 
 def test_without_other_attempts_who_lies_once_gets_away_when_half_of_the_checks_fail(monkeypatch):
-    monkeypatch.setattr(work_auditor, "MAX_ATTEMPTS", 1)
+    monkeypatch.setattr(audit_scheduler, "MAX_ATTEMPTS", 1)
     sieges = [liar_of_one_update(seed) for seed in range(1, 5)]
     for siege in sieges:
         siege.run()

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from cairn import joy, peer_screen
+from cairn import milestones, peer_screen
 from cairn.commands import join
 from cairn.logs import set_up_logging
 from cairn.peer_screen import PeerScreen, own_page
@@ -90,15 +90,15 @@ class Values:
         self.values[name] = data
 
 
-async def test_joy_is_told_when_it_comes_and_not_again_after_a_restart(caplog, monkeypatch):
-    monkeypatch.setattr(joy, "LOOK_SECONDS", 0.01)
+async def test_a_milestone_is_told_when_it_comes_and_not_again_after_a_restart(caplog, monkeypatch):
+    monkeypatch.setattr(milestones, "LOOK_SECONDS", 0.01)
     store, shown = cast(Any, Values()), replace(VIEW, earnings=None)
     with caplog.at_level(logging.INFO, logger="cairn.peer"):
-        first = asyncio.create_task(joy.tell_joys(lambda: shown, store))
-        await until(lambda: len(caplog.records) == 1, "the first joy")
+        first = asyncio.create_task(milestones.log_milestones(lambda: shown, store))
+        await until(lambda: len(caplog.records) == 1, "the first milestone")
         shown = VIEW
         await ended(first)
-        await ended(joy.tell_joys(lambda: shown, store))
+        await ended(milestones.log_milestones(lambda: shown, store))
     assert ["first update" in r.message for r in caplog.records] == [True, False]
     assert "first credit" in caplog.records[1].message
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from cairn.joy import ACCEPTED, SETTLED, joys
+from cairn.milestones import ACCEPTED, SETTLED, milestones
 from cairn.peer_view import DownloadLines, PeerEarnings, PeerView, lines, one_line
 from peer.node.downloads import Download
 from protocol.ids import Round
@@ -152,9 +152,9 @@ def test_without_a_terminal_a_download_has_few_lines():
 
 
 def test_each_joy_is_told_once():
-    assert [name for name, _ in joys(VIEW, set())] == [ACCEPTED, SETTLED]
-    assert not list(joys(VIEW, {ACCEPTED, SETTLED}))
-    ((name, line),) = joys(replace(VIEW, earnings=PeerEarnings(0, 5, 1)), set())
+    assert [name for name, _ in milestones(VIEW, set())] == [ACCEPTED, SETTLED]
+    assert not list(milestones(VIEW, {ACCEPTED, SETTLED}))
+    ((name, line),) = milestones(replace(VIEW, earnings=PeerEarnings(0, 5, 1)), set())
     assert name == ACCEPTED and "round 11" in line
     missed = replace(VIEW, node=replace(NODE, last_update=UpdateFate(Round(3), False, "late")))
-    assert [name for name, _ in joys(missed, {SETTLED})] == []
+    assert [name for name, _ in milestones(missed, {SETTLED})] == []

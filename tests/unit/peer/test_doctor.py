@@ -15,7 +15,7 @@ from peer.doctor.clock import clock_finding
 from peer.doctor.device import device_finding, fits, memory_finding
 from peer.doctor.disk import disk_finding
 from peer.doctor.findings import DoctorFinding, verdict_of
-from peer.doctor.measured import Device, DownloadProbe, PresentSwarm, Sample, Trial, step_seconds
+from peer.doctor.measurements import Device, DownloadProbe, PresentSwarm, Sample, Trial, step_seconds
 from peer.doctor.probes import dial, disk_space
 from peer.errors import PeerError
 from protocol.ids import Digest

@@ -9,7 +9,7 @@ import pytest
 
 from peer.doctor import device_process
 from peer.doctor.device_process import try_device
-from peer.doctor.measured import Sample, Trial
+from peer.doctor.measurements import Sample, Trial
 from peer.errors import PeerError
 
 DEVICE = (

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from peer.channel import Apply
 from peer.training.exchange_point import ExchangePoint
-from peer.training.owner import ThreadOwned
+from peer.training.thread_owned import ThreadOwned
 from peer.training.windows import WindowAccounting
 from protocol.spec import CodecSpec
 from tests.support.local_trainer import closed, loaded, train, update

@@ -11,7 +11,7 @@ import torch
 
 from peer.auditor.__main__ import memory_share
 from peer.doctor.device import fits, memory_finding
-from peer.doctor.measured import Device, Sample, Trial
+from peer.doctor.measurements import Device, Sample, Trial
 from peer.errors import TrainingError
 from peer.node.options import NodeOptions
 from peer.training import trial

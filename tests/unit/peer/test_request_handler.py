@@ -31,7 +31,6 @@ from peer.channel.trainer_end import TrainerEnd
 from peer.errors import ChannelError, TrainingError
 from peer.training.base_state import BaseMove
 from peer.training.gate import YieldGate
-from peer.training.owner import ThreadOwned
 from peer.training.request_handler import (
     BeginAgain,
     BetweenPasses,
@@ -41,6 +40,7 @@ from peer.training.request_handler import (
     SwapBase,
 )
 from peer.training.service import TrainerService
+from peer.training.thread_owned import ThreadOwned
 from peer.training.time_breakdown import Activity
 from protocol.errors import CodecError
 from protocol.ids import Digest, PeerKey

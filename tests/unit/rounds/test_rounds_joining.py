@@ -12,7 +12,7 @@ import pytest
 from protocol.ids import PeerKey
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
-from protocol.rounds.chain_sync import MAX_PATIENCES, Bootstrap, ChainSync
+from protocol.rounds.chain_sync import MAX_PATIENCES, ChainSync, JoinTimer
 from protocol.rounds.deadlines import Deadlines
 from protocol.rounds.phase import Phase
 from tests.simulation.signer import certificate
@@ -24,43 +24,43 @@ CHAIN_SECONDS = 15.0
 
 
 @pytest.fixture
-def joining() -> Bootstrap:
-    j = Bootstrap(0.0, PATIENCE)
+def joining() -> JoinTimer:
+    j = JoinTimer(0.0, PATIENCE)
     j.begin(100.0, HEAR)
     return j
 
 
-def over(joining: Bootstrap, now: float, *, ahead: bool = True, heard_equal: bool = False) -> bool:
+def over(joining: JoinTimer, now: float, *, ahead: bool = True, heard_equal: bool = False) -> bool:
     return joining.is_over(Deadlines(now), ahead=ahead, equal=heard_equal)
 
 
-def test_who_is_told_that_it_has_all_goes_on_at_once(joining: Bootstrap):
+def test_who_is_told_that_it_has_all_goes_on_at_once(joining: JoinTimer):
     assert over(joining, 100.1, ahead=False, heard_equal=True)
 
 
-def test_who_hears_of_nobody_waits_a_little(joining: Bootstrap):
+def test_who_hears_of_nobody_waits_a_little(joining: JoinTimer):
     assert not over(joining, 103.9, ahead=False) and over(joining, 104.1, ahead=False)
 
 
-def test_those_who_claim_more_and_give_nothing_are_waited_for_no_longer_than_patience(joining: Bootstrap):
+def test_those_who_claim_more_and_give_nothing_are_waited_for_no_longer_than_patience(joining: JoinTimer):
     assert not over(joining, 123.9) and over(joining, 124.1)
 
 
-def test_while_records_come_it_waits_for_more(joining: Bootstrap):
+def test_while_records_come_it_waits_for_more(joining: JoinTimer):
     for at in range(100, 300, 10):
         joining.grew(float(at))
         assert not over(joining, at + 0.9 * PATIENCE)
     assert over(joining, 290 + 1.1 * PATIENCE)
 
 
-def test_records_without_an_end_are_not_waited_for_without_an_end(joining: Bootstrap):
+def test_records_without_an_end_are_not_waited_for_without_an_end(joining: JoinTimer):
     end = 100 + HEAR + (MAX_PATIENCES + 1) * PATIENCE
     for at in range(100, 1000, 10):
         joining.grew(float(at))
         assert over(joining, float(at)) == (at >= end)
 
 
-def test_it_registers_when_to_look_again(joining: Bootstrap):
+def test_it_registers_when_to_look_again(joining: JoinTimer):
     joining.grew(110.0)
     deadlines = Deadlines(101.0)
     assert not joining.is_over(deadlines, ahead=True, equal=False)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from peer.mapped import mapped_file
+from peer.memory_map import mapped_file
 from tests.support.open_files import few_files
 
 

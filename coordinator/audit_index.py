@@ -72,7 +72,7 @@ class RecentRounds:
         return None if account is None or update is None else (account.round, update)
 
 
-class AuditDocket:
+class AuditIndex:
     """The cases of one run. Only `IndexedChain` changes it."""
 
     def __init__(self, rule: AuditRule, hold_rounds: int):

@@ -64,7 +64,7 @@ class _Waiting:
 
 
 @dataclass(eq=False)
-class UpdateAuditor:
+class AuditRunner:
     """Answers `AuditUpdate` with `UpdateAudited` or `AuditNotMade`, by `post`. `run` works until it is cancelled.
 
     `retention` prunes the store after each check; None where a trainer does. `process` answers jobs (tests replace it).

@@ -12,12 +12,12 @@ from typing import Any, cast
 
 from peer.auditor.job import AuditAnswer, AuditJob, MeasuredScore, ScreenJob
 from peer.errors import AuditError, AuditTimeout, PeerError
-from peer.node import update_auditor
+from peer.node import audit_runner
 from peer.node.audit_disk import AuditDisk
 from peer.node.audit_jobs import AuditJobs
+from peer.node.audit_runner import SCREENS_TOGETHER, AuditRunner
 from peer.node.options import NodeOptions
 from peer.node.state_fetcher import StateFetcher
-from peer.node.update_auditor import SCREENS_TOGETHER, UpdateAuditor
 from protocol.audits import UpdateCheck
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey, sha256
@@ -89,7 +89,7 @@ class World:
         files = StateFetcher(self.spec, me, this, this, this, this)
         disk = AuditDisk(self.spec, this, self.chain, files, self.drop)
         jobs = AuditJobs(self.spec, NodeOptions(folder, **options), this, self.chain, this, files, disk)
-        self.auditor = UpdateAuditor(
+        self.auditor = AuditRunner(
             self.spec, me, self.chain, jobs, cast(Any, self.post), process=cast(Any, self.process)
         )
         for _ in range(rounds):
@@ -402,7 +402,7 @@ async def test_who_is_convicted_is_not_checked_any_more(tmp_path, monkeypatch, c
 
 
 async def test_the_queue_is_bounded_and_has_each_check_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(update_auditor, "MAX_WAITING", 4)
+    monkeypatch.setattr(audit_runner, "MAX_WAITING", 4)
     async with world(tmp_path, 5) as w:
         w.process.gate.clear()
         w.ask(4, "loss")
@@ -602,7 +602,7 @@ async def test_updates_by_keys_without_stake_are_no_measure(tmp_path):
 
 
 async def test_many_screens_push_no_other_check_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(update_auditor, "MAX_WAITING", 3)
+    monkeypatch.setattr(audit_runner, "MAX_WAITING", 3)
     async with world(tmp_path, 0) as w:
         grow_by_three(w, 14)
         hold_all(w)

@@ -65,7 +65,7 @@ class _Asked:
     """The round in which to request it again, after an attempt that failed."""
 
 
-class WorkAuditor:
+class AuditScheduler:
     """The checks that this peer makes. `reporter` signs its reports; without one it only passes others' on."""
 
     def __init__(self, context: Context, reporter: Signer | None):

@@ -1,4 +1,4 @@
-"""Two lines of joy, once in each run: the first update is accepted, and the first credit has settled."""
+"""Two lines in the log, once in each run: the first update is accepted, and the first credit has settled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from protocol.ledger.credit_text import credit_text
 
 ACCEPTED, SETTLED = "accepted", "settled"
 
-TOLD = "joys"
+TOLD = "milestones"
 """Name of the value in the store: the moments that were logged, one a line."""
 
 LOOK_SECONDS = 1.0
@@ -20,21 +20,21 @@ LOOK_SECONDS = 1.0
 log = logging.getLogger("cairn.peer")
 
 
-async def tell_joys(view: Callable[[], PeerView], store: Store) -> None:
+async def log_milestones(view: Callable[[], PeerView], store: Store) -> None:
     """Log each moment when it comes, until both have come, in this life of the peer or an earlier one."""
     try:
         told = set((store.read_value(TOLD) or b"").decode(errors="replace").split())
         while not {ACCEPTED, SETTLED} <= told:
-            for name, text in joys(view(), told):
+            for name, text in milestones(view(), told):
                 told.add(name)
                 store.write_value(TOLD, "\n".join(sorted(told)).encode())
-                log.info("%s", text, extra={"style": "bold green", "fields": {"joy": name}})
+                log.info("%s", text, extra={"style": "bold green", "fields": {"milestone": name}})
             await asyncio.sleep(LOOK_SECONDS)
     except StoreError as e:
         log.warning("%s", e)  # a disk that cannot be written stops the node anyway
 
 
-def joys(view: PeerView, told: Set[str]) -> Iterator[tuple[str, str]]:
+def milestones(view: PeerView, told: Set[str]) -> Iterator[tuple[str, str]]:
     """Yield the moments that have come and are not among those `told` before, each with its line."""
     fate, earnings = view.node.last_update, view.earnings
     if ACCEPTED not in told and fate is not None and fate.accepted:

@@ -10,9 +10,9 @@ from protocol.audits import AuditRule, AuditSeeds, UpdateCheck, audit_seed, draw
 from protocol.ids import Digest, PeerKey, sha256
 from protocol.messages import Certificate, Score, Signed, WorkReport
 from protocol.rounds.actions import AuditUpdate
+from protocol.rounds.audit_scheduler import MAX_ATTEMPTS, AuditScheduler
 from protocol.rounds.events import AuditNotMade, UpdateAudited
 from protocol.rounds.report_pool import ReportPool
-from protocol.rounds.work_auditor import MAX_ATTEMPTS, WorkAuditor
 from tests.simulation.signer import FakeSigner
 from tests.support.audited_branch import HOLD, LIAR, OTHERS, Branch, accused, report, update_of
 from tests.support.empty_chain import KEYS, OWNER, RUN
@@ -28,7 +28,7 @@ class Auditor:
             run=RUN, is_resting=False, chain=branch.chain, reports=self.reports, observer=not trains,
             emit=lambda action: self.asked.append(action) if isinstance(action, AuditUpdate) else None,
         )  # fmt: skip
-        self.work = WorkAuditor(cast(Any, context), cast(Any, FakeSigner(me)))
+        self.work = AuditScheduler(cast(Any, context), cast(Any, FakeSigner(me)))
 
     def pass_all(self) -> None:
         """Answer that each update passed."""
@@ -233,7 +233,7 @@ def test_what_a_loss_check_measured_on_windows_of_another_branch_is_not_reported
 def test_a_record_of_few_updates_is_not_screened(monkeypatch):
     branch = Branch(20)
     assert screened_after(branch, OWNER.key)
-    monkeypatch.setattr("protocol.rounds.work_auditor.SCREENED_UPDATES", len(KEYS) + 1)
+    monkeypatch.setattr("protocol.rounds.audit_scheduler.SCREENED_UPDATES", len(KEYS) + 1)
     assert not screened_after(branch, OWNER.key)
 
 
