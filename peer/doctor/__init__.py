@@ -4,7 +4,7 @@ A check is a pure function of measurements and of the run's spec, and returns a 
 ones (`peer.node.machine_check`, and the clock) and raises the first that says no. The doctor makes all and lists them.
 
 - `findings`: a finding, and what several say together
-- `measured`: measurements, as plain values
+- `measurements`: measurements, as plain values
 - `clock`, `disk`, `device`, `pace`, `links`: the findings
 - `device_process`, `probes`: how they are made
 """

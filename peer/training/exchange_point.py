@@ -1,6 +1,6 @@
 """The one place where the step loop and the base state meet: a lock, and the few values that both need.
 
-Each thread owns its state (see `owner`). The lock guards what the other thread may read of it:
+Each thread owns its state (see `thread_owned`). The lock guards what the other thread may read of it:
 
 - The step loop changes the model's parameters and the optimizer's moments only while it holds the lock. The request
   handler's thread, which makes updates, therefore always finds them between two steps.
