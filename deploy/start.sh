@@ -26,14 +26,17 @@ packages="gcc libc6-dev python3-dev python3-venv"
 case $hook in aws | gcp) packages="$packages curl" ;; esac
 if command -v apt-get >/dev/null && ! dpkg -s $packages >/dev/null 2>&1; then
     export DEBIAN_FRONTEND=noninteractive
-    apt-get update
     # A machine that has just booted may be upgrading itself.
+    apt-get update || { sleep 30 && apt-get update; }
     apt-get -o DPkg::Lock::Timeout=600 install -y --no-install-recommends $packages
 fi
 
 # A peer from before must not run while its files change, and holds the devices that are to be measured.
 unit=/etc/systemd/system/cairn-peer.service
-[ ! -e "$unit" ] || systemctl stop cairn-peer
+if [ -e "$unit" ]; then
+    systemctl stop cairn-peer
+    trap '[ $? = 0 ] || systemctl start cairn-peer' EXIT # after a failure that peer goes on
+fi
 [ -x /opt/cairn/bin/pip ] || python3 -m venv /opt/cairn
 /opt/cairn/bin/pip install --no-cache-dir "$source"
 

@@ -217,13 +217,12 @@ def ban(run: Path, keys: set[PeerKey], home: Path, reason: str) -> None:
 async def _unknown(run: OwnedRun, keys: set[PeerKey]) -> list[PeerKey]:
     """Return those keys with which the coordinator shows no peer; none if it does not answer, or shows only some."""
     from coordinator.rpc import MAX_STATUS_PEERS
-    from peer.coordinator_client import CoordinatorUnreachable
 
     async with _client(run) as client:
         try:
             shown = {p.peer for p in (await client.status()).peers}
-        except CoordinatorUnreachable:
-            return []  # the order that follows reports it
+        except CairnError:
+            return []  # this is only a note: the order that follows says what is wrong
     return sorted(keys - shown) if len(shown) < MAX_STATUS_PEERS else []
 
 

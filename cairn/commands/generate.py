@@ -21,7 +21,7 @@ from protocol.errors import CairnError
 def generate(checkpoint: Path, prompt: str, tokens: int, temperature: float, seed: int, device: str) -> None:
     """Let the model in CHECKPOINT continue a prompt.
 
-    CHECKPOINT is what `cairn export` takes or makes: a run's folder, an archived state, a file, or a model.
+    CHECKPOINT is a run's folder, an archived state, a checkpoint file, or a model that `cairn export` made.
     """
     click.echo(generate_text(checkpoint, prompt, tokens=tokens, temperature=temperature, seed=seed, device=device))
 

@@ -248,6 +248,7 @@ class BareMachine:
         "pip": "",
         "cairn": "cat > {root}/asked; echo $CAIRN_HOME >> {root}/asked",
         "systemctl": "",
+        "sleep": "",
     }
 
     def __init__(self, root: Path):
@@ -331,6 +332,15 @@ def test_nothing_joins_after_a_step_that_failed(machine: BareMachine, fails: str
     assert done.returncode == 1 and not [step for step in machine.steps() if step.startswith("systemctl")]
     assert not (machine.root / "etc/cairn/invite").exists()
     assert ("not joined" in done.stderr) is (fails == "cairn"), "the doctor's line has the remedy"
+
+
+@pytest.mark.parametrize("fails", ["pip", "cairn"])
+def test_a_peer_goes_on_after_a_later_start_that_failed(machine: BareMachine, fails: str):
+    assert machine.start("cairn1:first").returncode == 0
+    assert machine.start("cairn1:second", FAILS=fails).returncode == 1
+    called = [step for step in machine.steps() if step.startswith("systemctl")]
+    assert called == ["systemctl stop cairn-peer", "systemctl start cairn-peer"]
+    assert (machine.root / "etc/cairn/invite").read_text() == "cairn1:first\n"
 
 
 def test_a_start_with_wrong_arguments_or_without_root_does_nothing(machine: BareMachine):

@@ -63,7 +63,7 @@ export class Leaderboard {
         ...(hasTeam ? [el("td", { class: "name", title: l.team }, l.team ? teamLink(l.team) : "–")] : []),
         number(credits(l.micro_credits_settled)), number(l.micro_credits_pending ? credits(l.micro_credits_pending) : "–", { class: "n pending" }),
         number(l.recent === null ? "–" : credits(l.recent)), number(short(l.tokens)), number(String(l.rounds)))),
-    team ? "no account of this run names this team" : by === "peer" ? "no credits yet" : `no ${by} yet: a volunteer binds peers to one with \`cairn account\``));
+    by === "peer" ? "no credits yet" : team ? "no account of this run names this team" : `no ${by} yet: a volunteer binds peers to one with \`cairn account\``));
     this.before.disabled = !this.afters.length;
     this.after.disabled = found.length < PAGE;
     this.before.parentElement.hidden = found.length < PAGE && !this.afters.length;
