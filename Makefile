@@ -36,7 +36,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS)
 
 # What takes long, on promises that shorter tests hold too: swarms of real processes, more layouts of ranks, more attacks,
-# the benchmarks' own checks, and the images of docker/ in a bare root. Two hours or more on two cores.
+# the benchmarks' own checks, and the images of docker/ in a bare root. An hour or less on two cores.
 test-long: $(STAMP) debootstrap nft
 	$(BIN)/python -m pytest -m long -n $(WORKERS)
 
