@@ -64,19 +64,25 @@ atheris: $(STAMP)
 	@$(BIN)/python -c "import atheris" 2>/dev/null || $(BIN)/python -m pip install --quiet --editable '.[fuzz]' \
 	  || echo "atheris could not be installed: no coverage-guided inputs"
 
+# $(call system,PROGRAM,PACKAGE,WHAT): installs what is not here by apt-get, as root; else it says what is left out.
+system = @command -v $(1) >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && timeout 300 sh -c \
+	  'apt-get install -y -q $(2) || { apt-get update -q && apt-get install -y -q $(2); }' >/dev/null 2>&1; } \
+	  || echo "$(1) is not here and could not be installed: $(3)"
+
 # For the NAT gateways of the emulated internet; without it what needs them says so and is left out.
 .PHONY: nft
 nft:
-	@command -v nft >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
-	  && timeout 120 sh -c 'apt-get install -y -q nftables || { apt-get update -q && apt-get install -y -q nftables; }' >/dev/null 2>&1; } \
-	  || echo "nftables is not here and could not be installed: NAT is not emulated"
+	$(call system,nft,nftables,NAT is not emulated)
 
 # For the images of docker/; without it what needs it says so and is left out.
 .PHONY: debootstrap
 debootstrap:
-	@command -v debootstrap >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
-	  && timeout 120 sh -c 'apt-get install -y -q debootstrap || { apt-get update -q && apt-get install -y -q debootstrap; }' >/dev/null 2>&1; } \
-	  || echo "debootstrap is not here and could not be installed: the images are not built"
+	$(call system,debootstrap,debootstrap,the images are not built)
+
+# For the hooks of deploy/preempted; without it their tests say so and are left out.
+.PHONY: curl
+curl:
+	$(call system,curl,curl,the hooks for preemption notices are not tested)
 
 # For the ledger's tests; without it those that need it say so and are left out.
 .PHONY: postgres
@@ -92,9 +98,7 @@ test-page: $(STAMP) chromium
 # Debian's Chromium for tests/page; Playwright brings none of its own here.
 .PHONY: chromium
 chromium:
-	@command -v chromium >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
-	  && timeout 300 sh -c 'apt-get install -y -q --no-install-recommends chromium || { apt-get update -q && apt-get install -y -q --no-install-recommends chromium; }' >/dev/null 2>&1; } \
-	  || echo "chromium is not here and could not be installed: the page is not tested in a browser"
+	$(call system,chromium,--no-install-recommends chromium,the page is not tested in a browser)
 
 # This list.
 .PHONY: help

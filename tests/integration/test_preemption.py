@@ -22,7 +22,7 @@ TOKEN, ACTION = "PUT /latest/api/token", "GET /latest/meta-data/spot/instance-ac
 PREEMPTED = "GET /computeMetadata/v1/instance/preempted"
 NOTICE = '{"action": "terminate", "time": "2026-11-25T08:22:00Z"}'
 
-needs_curl = pytest.mark.skipif(not shutil.which("curl"), reason="curl is not here")
+needs_curl = pytest.mark.skipif(not shutil.which("curl"), reason="curl is not here: make curl")
 
 
 class Metadata(BaseHTTPRequestHandler):
