@@ -254,14 +254,24 @@ class Codec(ABC):
         sums = [0.0] * len(self.layout.tensors)
         left = {p.index: p.blocks for p in (self.layout.full_slices if slices is None else slices)}
         blocks: dict[int, list[float]] = {}  # of tensors of which some blocks are still to come
+        for index, found in self.block_sum_squares(blob, device, slices):
+            seen = blocks.setdefault(index, [])
+            seen += found
+            if len(seen) == left[index]:
+                sums[index] = fsum(blocks.pop(index))
+        return sums
+
+    def block_sum_squares(
+        self, blob: Blob, device: torch.device | str = "cpu", slices: Sequence[TensorSlice] | None = None
+    ) -> Iterator[tuple[int, list[float]]]:
+        """Yield the sums of squares of some blocks and the index of their tensor, until all blocks of `slices` came.
+
+        Their order is the same for all blobs of a codec. See `sum_squares`. Raises CodecError.
+        """
         for batch in self.batches(slices=slices, device=device):
             found = self._read((blob,), batch, device, self._sum_squares).tolist()
             for p in batch.segments:
-                seen = blocks.setdefault(p.index, [])
-                seen += found[p.row : p.row + p.count]
-                if len(seen) == left[p.index]:
-                    sums[p.index] = fsum(blocks.pop(p.index))
-        return sums
+                yield p.index, found[p.row : p.row + p.count]
 
     # -- where things are -----------------------------------------------------------------------------------
 

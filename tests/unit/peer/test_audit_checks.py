@@ -12,9 +12,11 @@ from peer.auditor.job import Rebase
 from peer.auditor.loss_check import GAIN, QUARTER, Gains, t_value
 from peer.auditor.replay import Replayed, compare
 from peer.errors import AuditError
+from protocol.codec import make_codec
 from protocol.errors import CodecError, MalformedError
 from protocol.ids import Digest
-from protocol.spec import AdapterSettings
+from protocol.layout import BLOCK, Layout
+from protocol.spec import AdapterSettings, CodecSpec
 from tests.support import audit_world
 from tests.support.audit_world import AUTHOR, CPU, OTHER, Audited, claimed, passed, scores
 from tests.support.local_trainer import closed  # noqa: F401 - a fixture
@@ -76,6 +78,24 @@ def test_replays_that_differ_by_rounding_say_how_much_an_honest_update_may_diffe
         compare(codec, honest, [Replayed(honest, {}), Replayed(flipped(4, 0), {})])
 
 
+@pytest.mark.parametrize(
+    ("reversed_blocks", "large", "failing"),
+    [(1, 1, {"scale", "signs"}), (2, 2, {"scale", "signs"}), (0, 1, {"scale"}), (2, 0, set())],
+)
+def test_large_blocks_of_an_update_count_as_much_as_they_move(reversed_blocks, large, failing):
+    """Of 100 blocks a few hold all of the norm, and the norm is right. Nearly all signs are."""
+    codec = make_codec(CodecSpec(kind="sign"), Layout.of({"a": (100 * BLOCK,)}))
+    honest = torch.randn(100, BLOCK, generator=torch.Generator().manual_seed(1))
+    fake = honest.clone()
+    fake[:reversed_blocks] *= -1
+    if large:
+        fake[large:] *= 1e-9
+        fake *= honest.norm() / fake.norm()
+    blobs = [bytes(codec.encode({"a": values.flatten()})) for values in (fake, honest)]
+    scores = compare(codec, blobs[0], [Replayed(blobs[1], {})])
+    assert {s.name for s in scores if s.value < s.threshold} == failing
+
+
 def test_rows_whose_tokens_did_not_come_agree_for_nothing(tmp_path):
     """Of 4,096 tokens 64 come. A fake has random signs where there was a gradient, and decays the other rows."""
     audited = audit_world.make(tmp_path, vocabulary=4096)
@@ -92,7 +112,7 @@ def test_rows_whose_tokens_did_not_come_agree_for_nothing(tmp_path):
     _, plain = compare(codec, file.read_bytes(), [Replayed(honest, {})])
     found = scores(audited.job(blob=file))
     print(f"{plain.value:.3f} of all signs agree, the score is {found['signs'].value:.3f}")
-    assert plain.value > 0.7 and found["signs"].value < 0.52 and not passed(found)
+    assert plain.value > 0.6 and found["signs"].value < 0.52 and not passed(found)
     assert scores(audited.job())["signs"].value == 1.0
 
 
