@@ -27,5 +27,6 @@ _WORDS: dict[str, Callable[[Score], str]] = {
     "gain": lambda s: f"its own windows gain {s.value:.2f} standard errors more than others ({s.threshold:.2f} needed)",
     "agreement": lambda s: f"{s.value:.1%} of signs agree with its round ({s.threshold:.1%} needed)",
     "fresh": lambda s: f"{s.value:+.1%} beside an earlier round ({s.threshold:+.1%} needed)",
+    "apart": lambda s: f"{1 - s.value:.1%} of signs are another update's (at most {1 - s.threshold:.1%})",
     "quarter": lambda s: f"its worst quarter {s.value:.2f} ({s.threshold:.2f} needed)",
 }

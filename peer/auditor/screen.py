@@ -2,11 +2,12 @@
 
 Updates of one round were trained from one state, so more of their signs are equal than by chance. One that agrees with
 them half as much as usual is noise, turned around, or of other work. One that agrees more with an earlier round was
-trained from an old state, or is a copy. Such an update is replayed; a screen alone accuses nobody.
+trained from an old state, or is a copy. One that is nearly another's of its round is one work under two keys. Such an
+update is replayed; a screen alone accuses nobody.
 
 `agreement` is the share of signs that are equal to the sign of the others' sum. `fresh` is by how much it exceeds the
-same share beside the sum of an earlier round, the greatest of them. Thresholds are relative to the record's median:
-levels drift with the learning rate, and differ by model.
+same share beside the sum of an earlier round, the greatest of them. `apart` is the share of signs that differ from the
+most similar update. Thresholds are relative to the record: levels drift with the learning rate, and differ by model.
 """
 
 from __future__ import annotations
@@ -36,6 +37,12 @@ USUAL_SHARE = 0.5
 
 FRESH_MARGIN = 0.015
 """Honest updates are less fresh than the median by no more than this, or agree most with their own round."""
+
+APART_MARGIN = 0.1
+"""Two honest updates share no more signs than a record's usual pair, the lower quartile, and this share of all."""
+
+LEAST_SHARED = 2**10
+"""Values that two updates must both have to be compared as a pair: a sparse codec sends few."""
 
 MEASURED_VALUES = 2**14, 2**16
 """Values of an update that are compared, and the rest of a block. By chance they agree in 0.5 +- 0.004, or +- 0.002."""
@@ -116,13 +123,33 @@ def compare_signs(updates: Tensor, earlier: Sequence[Tensor]) -> tuple[Score, ..
 
     `earlier`: the updates of each earlier record.
     """
+    pairs, scores = _pairs(updates), list[Score]()
+    n = len(updates)
+    if n > 1:
+        usual = sorted(pairs[i][j] for i in range(n) for j in range(i))[n * (n - 1) // 8]
+        most = usual + APART_MARGIN
+        scores.append(Score("apart", 1 - max(pairs[0][1:]), 1 - most))
+        # Of one work under many keys one counts: else it would be the usual, and honest updates strange.
+        distinct = list[int]()
+        for i in range(n):
+            if all(pairs[i][j] <= most for j in distinct):
+                distinct.append(i)
+        updates = updates[distinct]
     agreements = _agreements(updates, updates.sum(0, dtype=torch.int16) - updates)
-    scores = [Score("agreement", agreements[0], CHANCE + USUAL_SHARE * (median(agreements) - CHANCE))]
+    scores.insert(0, Score("agreement", agreements[0], CHANCE + USUAL_SHARE * (median(agreements) - CHANCE)))
     if earlier:
         old = zip(*(_agreements(updates, before.sum(0, dtype=torch.int16)) for before in earlier), strict=True)
         fresh = [a - max(others) for a, others in zip(agreements, old, strict=True)]
         scores.append(Score("fresh", fresh[0], min(0.0, median(fresh) - FRESH_MARGIN)))
     return tuple(scores)
+
+
+def _pairs(updates: Tensor) -> list[list[float]]:
+    """Return for each two updates the share of equal signs, of the values that both have; by chance if they are few."""
+    signs_ = updates.float()
+    balance, compared = signs_ @ signs_.T, signs_.abs() @ signs_.abs().T  # whole numbers below 2^24: exact
+    shares = (1 + balance / compared.clamp(min=1)) / 2
+    return torch.where(compared >= LEAST_SHARED, shares, CHANCE).tolist()
 
 
 def _agreements(updates: Tensor, totals: Tensor) -> list[float]:

@@ -90,7 +90,7 @@ async def test_a_screen_is_answered_without_a_model(audited):
     blobs = tuple(made.blob_path for made in audited.made.values()) + (audited.loaded_at_once.blob_path,)
     earlier = tuple(u.blob for u in audited.first.updates)
     found = await answer_of(ScreenJob(audited.job().spec_path, blobs, (earlier,)))
-    assert [s.name for s in found.scores] == ["agreement", "fresh"] and not found.reason
+    assert [s.name for s in found.scores] == ["agreement", "apart", "fresh"] and not found.reason
 
 
 def test_a_job_frees_the_model_of_the_job_before(audited, monkeypatch):

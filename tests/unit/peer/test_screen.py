@@ -43,7 +43,8 @@ class Rounds:
 
     def failed(self, update: Tensor) -> set[str]:
         """Return the scores that an update of the last round fails beside five honest ones."""
-        last = torch.cat([update[None], self.updates[-1][1:]])
+        others = [u for u in self.updates[-1] if not torch.equal(u, update)]
+        last = torch.stack([update, *others[: PEERS - 1]])
         earlier = [self.updates[-1 - back] for back in (1, 2, 4)]
         return {s.name for s in compare_signs(last, earlier) if s.value < s.threshold}
 
@@ -60,14 +61,26 @@ def test_honest_updates_pass_and_each_fake_fails(seed):
         assert "fresh" in rounds.failed(old), f"a copy, or work on the state of {back} rounds before"
 
 
-def test_without_earlier_rounds_only_the_agreement_is_measured():
+@pytest.mark.parametrize("clones", [2, 5, 11])
+def test_one_work_under_many_keys_is_found_and_makes_no_honest_update_strange(clones):
+    rounds = Rounds(clones, 1)
+    honest, work = rounds.updates[0], rounds.honest(rounds.random())
+    same = [torch.where(rounds.share(0.02), -work, work) for _ in range(clones)]
+    for first, strange in ((honest, set()), (torch.stack(same), {"apart"})):
+        scores = compare_signs(torch.cat([first, torch.stack(same) if first is honest else honest]), [])
+        assert {s.name for s in scores if s.value < s.threshold} - {"agreement"} == strange
+    (agreement, _) = compare_signs(torch.cat([honest, torch.stack(same)]), [])
+    assert agreement.value >= agreement.threshold
+
+
+def test_without_earlier_rounds_an_update_is_compared_with_its_own_alone():
     rounds = Rounds(1, 1)
-    assert [s.name for s in compare_signs(rounds.updates[0], [])] == ["agreement"]
+    assert [s.name for s in compare_signs(rounds.updates[0], [])] == ["agreement", "apart"]
 
 
 def test_updates_without_any_sign_agree_by_chance():
-    (found,) = compare_signs(torch.zeros(3, 10, dtype=torch.int8), [])
-    assert (found.value, found.threshold) == (0.5, 0.5)
+    for found in compare_signs(torch.zeros(3, 10, dtype=torch.int8), []):
+        assert found.value == 0.5 >= found.threshold
 
 
 def test_the_tensors_of_the_vocabulary_are_compared_only_if_there_are_no_others():
@@ -142,4 +155,4 @@ def test_signs_are_read_from_the_blobs_of_any_codec(tmp_path: Path, codec):
     spec_path = tmp_path / "spec.json"
     spec_path.write_bytes(spec.canonical())
     scores = screen(ScreenJob(spec_path, tuple(paths), ((paths[1],),)), Random(1))
-    assert [s.name for s in scores] == ["agreement", "fresh"]
+    assert [s.name for s in scores] == ["agreement", "apart", "fresh"]
