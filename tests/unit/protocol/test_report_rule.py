@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,7 +13,7 @@ from protocol.audit_penalties import MAX_DOUBLINGS, AuditPenalties
 from protocol.audits import AuditRule, draw_auditors, draw_jury
 from protocol.ids import Digest, PeerKey, Round, sha256
 from protocol.messages import AuditCheck, AuditDecision, Score, Signed, WorkReport
-from protocol.report_rule import decide
+from protocol.report_rule import NARROW, decide
 from tests.support.audited import RUN, certificate, key
 
 OWNER, LIAR = key("owner"), key("liar")
@@ -33,9 +34,12 @@ OUTSIDER = next(k for k in STAKES if k not in (*AUDITORS, *JURY, LIAR))
 
 
 def report(
-    by: PeerKey, *, passed: bool, check: AuditCheck = "replay", update: Digest = UPDATE.digest
+    by: PeerKey, *, passed: bool, check: AuditCheck = "replay", update: Digest = UPDATE.digest, margin: float = 0.5
 ) -> Signed[WorkReport]:
-    body = WorkReport(RUN, Round(3), RECORD.digest, update, check, (Score("warm", float(passed), 0.5),))
+    value = 0.5 + (margin if passed else -margin)
+    body = WorkReport(
+        RUN, Round(3), RECORD.digest, update, check, (Score("scale", 1.0, 0.5), Score("signs", value, 0.5))
+    )
     return Signed(body, by, Digest(sha256(by, check.encode(), bytes([passed]))), b"")
 
 
@@ -80,6 +84,21 @@ def test_a_report_that_the_jury_refutes_costs_the_stake():
     assert decided(failed(AUDITORS[:2]), fine(AUDITORS[2:]), failed(JURY[:4]), fine(JURY[4:])) == convicted(
         AUDITORS[2], JURY[4]
     )
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_where_the_jurys_own_numbers_were_close_to_a_threshold_nobody_is_refuted(passed):
+    """An author who flips signs until its update is at the threshold would set devices against each other."""
+
+    def outcome(close: int, margin: float) -> AuditDecision | None:
+        some = [report(k, passed=passed, margin=margin if n < close else 0.5) for n, k in enumerate(JURY[:4])]
+        opposite = report(JURY[4], passed=not passed, margin=0.0011)
+        return decided(failed(AUDITORS[:2]), some, [opposite])
+
+    spared = AuditDecision(RECORD.digest, LIAR, not passed)
+    refuted = acquitted(*AUDITORS[:2], JURY[4]) if passed else convicted(JURY[4])
+    assert outcome(4, 0.001) == outcome(2, NARROW - 1e-9) == spared
+    assert outcome(1, 0.001) == outcome(4, NARROW + 1e-9) == refuted
 
 
 def test_the_first_report_of_a_key_counts():
