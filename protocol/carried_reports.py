@@ -139,6 +139,13 @@ class CarriedReports:
         audited = self._audited(report)
         return audited.jury.keys() if audited is not None and audited.is_accused and not audited.is_decided else ()
 
+    def replayed_stake(self, record: Digest, update: Digest) -> int:
+        """Return the stake of the keys whose replays of an update the branch carries; 0 if it is audited no more."""
+        audited = self._named(record, update)
+        if audited is None:
+            return 0
+        return sum(audited.stakes.get(r.author, 0) for r in audited.reports if r.body.check == "replay")
+
     def record_refusal(self, record: RoundRecord) -> str | None:
         """Return why the reports and decisions of a record do not follow here; None when they do."""
         for report in record.reports:

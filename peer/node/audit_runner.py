@@ -154,27 +154,32 @@ class AuditRunner:
         self._waiting.remove(waiting)
         return waiting.action
 
-    def _rank(self, waiting: _Waiting) -> tuple[int, int, bytes]:
+    def _rank(self, waiting: _Waiting) -> tuple[int, int, int, bytes]:
         """Return the key by which checks are ordered.
 
         First come accused updates: many newcomers must not keep a jury from its work. Then come replays of keys without
         stake: all of their updates are to be replayed, whatever else is found. Then come updates that failed a loss
         check, then screens, which are cheap, then loss checks, then replays.
 
+        Of accused updates the one comes first on which keys with the most stake have reported. A liar sends a fake in
+        each round, and jurors who took the newest would each replay another one, and convict by none.
+
         Of each kind the newest round comes first. A conviction takes an auditor's replay, then another's, then those of
         a jury, one after the other. If there is more to do than time for it, and the oldest came first, all would begin
         too late for that. In a round the seed of its audits draws the order: an author must not be able to come last.
         """
         action, certificate = waiting.action, waiting.action.certificate
+        replayed = 0
         if action.is_accused:
             kind = 0
+            replayed = self.chain.reports_after(self.chain.head).replayed_stake(certificate.digest, action.update)
         elif waiting.is_new and action.check == "replay":
             kind = 1
         elif action.update in self._strange:
             kind = 2
         else:
             kind = {"screen": 3, "loss": 4, "replay": 5}[action.check]
-        return kind, -certificate.record.body.round, sha256(action.seed, _author(action))
+        return kind, -replayed, -certificate.record.body.round, sha256(action.seed, _author(action))
 
     @property
     def waiting(self) -> int:

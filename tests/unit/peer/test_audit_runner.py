@@ -21,6 +21,7 @@ from peer.node.state_fetcher import StateFetcher
 from protocol.audits import UpdateCheck
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey, sha256
+from protocol.messages import Score
 from protocol.rounds.actions import AuditUpdate
 from protocol.rounds.events import AuditNotMade, UpdateAudited
 from protocol.rounds.policy import RoundPolicy
@@ -329,6 +330,22 @@ async def test_what_is_accused_comes_first_then_loss_checks_then_replays_and_the
             ("replay", 5),  # its loss check has just failed
             ("loss", 4), ("replay", 4),
         ]  # fmt: skip
+
+
+async def test_jurors_replay_the_accused_update_on_which_most_stake_has_reported(tmp_path):
+    async with world(tmp_path, 7, fields={"credit": {"hold_rounds": 4}}) as w:
+        w.process.gate.clear()
+        w.ask(6, "loss", author=1)
+        await until(lambda: w.process.asked, "the first is being made")
+        accused = w.made.certificates[5]
+        told = w.made.report(accused, 2, 1, Score("signs", 0.5, 0.97))
+        w.chain.add(w.made.add({1: 8, 2: 8}, reports=[told]))
+        assert w.chain.reports_after(w.chain.head).replayed_stake(accused.digest, told.body.update) > 0
+        for round_ in (6, 5, 4):
+            w.ask(round_, is_accused=True)
+        w.process.gate.set()
+        await w.done(4)
+        assert w.rounds_asked()[1:] == [("replay", 5), ("replay", 6), ("replay", 4)]
 
 
 async def test_replays_of_keys_without_stake_come_after_accused_updates_and_before_all_else(tmp_path):
