@@ -137,9 +137,10 @@ def _signs(codec: Codec, announced: bytes, replayed: Replayed) -> float:
         one, two = codec.decode_tensor(announced, index).values, codec.decode_tensor(replayed.blob, index).values
         same = torch.signbit(one) == torch.signbit(two)
         equal += int(same.sum())
-        energies = one.double().square()
-        energy = float(energies.sum())
-        by_energy += tensor.numel * (float(energies[same].sum()) / energy if energy else 1.0)
+        energies = one.square()
+        energy = float(energies.sum(dtype=torch.float64))
+        same_energy = float(energies.mul_(same).sum(dtype=torch.float64))
+        by_energy += tensor.numel * (same_energy / energy if energy else 1.0)
         if (rows := replayed.rows.get(tensor.name)) is not None:
             same = same.view(len(rows), -1)[rows]
         counted += same.numel()
