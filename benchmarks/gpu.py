@@ -286,7 +286,8 @@ def goals(entries: Sequence[Mapping[str, Any]], pretend: bool) -> list[dict[str,
             text = f"{name}: at least {LEAST_RATIO} of the bare loop"
             found.append(report.goal(text, ratio, None if ratio is None else ratio >= LEAST_RATIO))
     failed = [e["part"] for e in entries if e["outcome"] == "failed"]
-    return [*found, report.goal("each part that was begun ends in order", failed, not failed)]
+    told = f"failed: {', '.join(failed)}" if failed else "all"
+    return [*found, report.goal("each part that was begun ends in order", told, not failed)]
 
 
 def show(results: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ the results. `hand_written` finds figures that are not, and tests/structure/test
 
 In a template:
   r              the page's own JSON, docs/results/NAME.json; `results("other")` is another one
-  head           the sentence on command, commit, date and machine, then the goals that were missed
+  head           the sentence on command, commit, date and machine, then the goals that were missed or not judged
   tables()       what `benchmarks.NAME` prints of the JSON; `goals()` is the table of all goals
   made_by(name)  the module that made a page's JSON, for a table of its own: `made_by("convergence").methods(r)`
   one(rows, key=value, ...)   the only row with these values; `some(...)` is all of them
@@ -101,13 +101,16 @@ def measured(r: Mapping[str, Any]) -> str:
 
 
 def head(r: Mapping[str, Any]) -> str:
-    """Return a page's beginning: the command, the origin, and the goals that were missed."""
-    missed = [g for g in r.get("goals", ()) if g["met"] is False]
+    """Return a page's beginning: the command, the origin, and the goals that were missed or not judged."""
+    goals = r.get("goals", ())
+    missed = [g for g in goals if g["met"] is False]
+    unjudged = [g for g in goals if g["met"] is None and g["value"] is not None]
     lines = [f"    {r['command']}", "", measured(r)]
-    if missed:
-        rows = [[g["goal"], g["value"]] for g in missed]
-        lines += ["", "**Goals that were missed:**", "", report.table(["goal", "measured"], rows)]
-    elif r.get("goals"):
+    for some, text in ((missed, "missed"), (unjudged, "not judged")):
+        if some:
+            rows = [[g["goal"], g["value"]] for g in some]
+            lines += ["", f"**Goals that were {text}:**", "", report.table(["goal", "measured"], rows)]
+    if goals and all(g["met"] for g in goals):
         lines += ["", "All goals were met."]
     return "\n".join(lines)
 

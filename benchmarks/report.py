@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -62,13 +63,13 @@ def _git(*arguments: str) -> str:
 
 
 def goal(text: str, value: object, met: bool | None) -> dict[str, Any]:
-    """Return a goal with what was measured. `met` is None when this run did not measure it."""
+    """Return a goal with what was measured. `met` is None when this run did not measure it, or not often enough."""
     return {"goal": text, "value": value, "met": met}
 
 
 def goal_lines(goals: Sequence[Mapping[str, Any]]) -> str:
     """Return a table of the goals, the missed ones first."""
-    words = {False: "MISSED", None: "not measured", True: "met"}
+    words = {False: "MISSED", None: "not judged", True: "met"}
     ordered = sorted(goals, key=lambda g: list(words).index(g["met"]))
     return table(["goal", "measured", ""], [[g["goal"], g["value"], words[g["met"]]] for g in ordered])
 
@@ -88,13 +89,20 @@ def machine() -> dict[str, Any]:
     import torch
 
     return {
-        "processor": platform.processor() or platform.machine(),
+        "processor": _processor(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "load": round(os.getloadavg()[0], 2),
     }
+
+
+def _processor() -> str:
+    """Return the processor's model on Linux, and its architecture elsewhere."""
+    about = Path("/proc/cpuinfo")
+    model = re.search(r"^model name\s*: (.{1,100})", about.read_text() if about.exists() else "", re.M)
+    return model[1].strip() if model else platform.processor() or platform.machine()
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -113,6 +121,10 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 def _cell(value: object) -> str:
     if value is None:
         return "-"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_cell(part)}" for name, part in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_cell, value))
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

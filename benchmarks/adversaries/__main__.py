@@ -49,6 +49,8 @@ FOR = {
     "all but replays": ("noise", "all"),
 }
 """Defences with one left out: the attack that the missing one is for, and the defences to compare with."""
+BROKEN = 100.0
+"""The loss ratio of a run that broke."""
 LARGE = 640
 """Windows of the largest update whose loss checks are as rare as those of a small one."""
 HONEST = ((TINY, 120), (SMALL, 12))
@@ -142,7 +144,7 @@ def goals(results: Mapping[str, Any]) -> list[dict[str, Any]]:
             harm, usual = _harm(without), _harm(beside)
             goal(
                 f"{name}: {attack} does more harm than beside {other}",
-                f"{harm}, and {usual}",
+                f"{_told(harm)}; beside {other}: {_told(usual)}",
                 any(h > u for h, u in zip(harm.values(), usual.values(), strict=True)),
             )
     return found
@@ -160,13 +162,21 @@ def _share_for_large_updates(run: Mapping[str, Any]) -> float:
 
 
 def _harm(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return what an attack did: worst loss ratio (100 if the run broke), fakes credited, mean rounds until named."""
-    ratios = [100.0 if r["loss_ratio"] is None else r["loss_ratio"] for r in runs]
+    """Return what an attack did: worst loss ratio, or BROKEN; fakes credited; mean rounds until named."""
+    ratios = [BROKEN if r["loss_ratio"] is None else r["loss_ratio"] for r in runs]
     after = [n for r in runs for n in r["named_after"]] + [
         NAMED_WITHIN + 1 for r in runs for _ in range(r["hostile"] - len(r["named_after"]))
     ]
     return {"loss_ratio": round(max(ratios), 3), "fakes_credited": sum(r["fakes_credited"] for r in runs),
             "mean_rounds": round(mean(after), 1)}  # fmt: skip
+
+
+def _told(harm: Mapping[str, float]) -> str:
+    """Return the numbers of `_harm` in words."""
+    loss = "a broken run" if harm["loss_ratio"] == BROKEN else f"loss {harm['loss_ratio']:g} of the honest run's"
+    after = harm["mean_rounds"]
+    named = f"convicted after {after:g} rounds" if after <= NAMED_WITHIN else "nobody convicted"
+    return f"{loss}, {harm['fakes_credited']} fakes credited, {named}"
 
 
 def attacked(results: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -14,7 +14,7 @@ JSON keys:
   setting: the profile: name, model, parameters, vocabulary, window, peers, batch, steps, tokens, lr, device
   main, and one for each study: a list of rows, each with
     label; method; options; lr; tried (loss by learning rate); loss (mean over seeds); losses (by seed)
-    payload_bytes; up_bytes; exchanges (of one peer, over the training); seconds (of this machine, by seed)
+    payload_bytes; up_bytes; exchanges (for which a peer waits: none with overlap); seconds (of this machine, by seed)
     curve: [tokens, validation loss, payload bytes, bytes up, exchanges] of the first seed
   goals: a list of goal, value, met
 """

@@ -60,6 +60,14 @@ MAIN = (
 )
 
 
+NOT_TUNED = {
+    row.label for row in MAIN
+    if row.method == "demo" or row.options.get("wire") == "powersgd"
+    or (row.method == "diloco" and row.options.get("inner") != "muon")
+}  # fmt: skip
+"""Rows with a search for the learning rate alone, whose losses say nothing about their methods."""
+
+
 def _from(base: Mapping[str, Any], label: str, **changes: Any) -> Row:
     return Row(label, "variant", {**base, **changes})
 

@@ -11,7 +11,7 @@ from benchmarks.convergence import links
 from benchmarks.convergence.job import Job, Result
 from benchmarks.convergence.measure import Measured
 from benchmarks.convergence.setting import Profile
-from benchmarks.convergence.studies import MAIN, Row
+from benchmarks.convergence.studies import MAIN, NOT_TUNED, Row
 
 BF16 = 2.0
 SCALES = {row.label: row.scale for row in MAIN}
@@ -39,7 +39,7 @@ def compute_seconds(reference: Measured, profile: Profile) -> float:
 
 
 def main_rows(found: Sequence[Measured], profile: Profile, parameters: int) -> list[list[object]]:
-    """Return the comparison's table."""
+    """Return the comparison's table, without seconds of rows that exchange in each step: most would be round trips."""
     reference = found[0]
     step = compute_seconds(reference, profile)
     rows = []
@@ -47,9 +47,10 @@ def main_rows(found: Sequence[Measured], profile: Profile, parameters: int) -> l
         ratio, _ = m.paired(reference)
         times = [links.seconds(profile.steps, step, m.up, m.exchanges, mbit) for mbit in links.LINKS]
         rows.append(
-            [m.row.label, f"{m.loss:.4f}", m.spread and f"{m.spread:.4f}", f"{ratio:+.2%}", f"{m.lr:g}",
+            [m.row.label + ", not tuned" * (m.row.label in NOT_TUNED),
+             f"{m.loss:.4f}", m.spread and f"{m.spread:.4f}", f"{ratio:+.2%}", f"{m.lr:g}",
              _short(per_token(m, profile)), _times(fewer(m, profile, parameters)), _short(m.up / 1e6),
-             *(f"{t:.0f}" for t in times)]
+             *(f"{t:.0f}" if m.exchanges < profile.steps else None for t in times)]
         )  # fmt: skip
     return rows
 
@@ -130,7 +131,7 @@ def from_json(row: Mapping[str, Any], profile: Profile) -> Measured:
 
 
 def figure(found: Sequence[Measured], path: Path, title: str) -> None:
-    """Plot the validation loss by tokens, and by the payload bytes of a peer (logarithmic)."""
+    """Plot the validation loss of tuned rows by tokens, and by the payload bytes of a peer (logarithmic)."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -141,7 +142,7 @@ def figure(found: Sequence[Measured], path: Path, title: str) -> None:
     lows, highs = [], []
     for i, m in enumerate(found):
         curve = next(iter(m.results.values())).curve
-        if len(curve) < 3:
+        if len(curve) < 3 or m.row.label in NOT_TUNED:
             continue
         style = {"color": colours(i % 20), "label": m.row.label, "linewidth": 2.2 if m.row.method == "cairn" else 1.3}
         losses = [p[1] for p in curve]

@@ -40,7 +40,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
+from benchmarks import pages, report
 from benchmarks.exchange_wan.setting import PAUSE
 from benchmarks.scale.shape import EFFICIENCY, Shape
 from benchmarks.scale.sizes import PACKET, Sizes
@@ -131,14 +131,21 @@ def finished(results: dict[str, Any]) -> dict[str, Any]:
         }
         for n, s in ((16, 2.0), (100, 2.0), (300, 2.0), (1000, 2.0), (1000, 10.0), (1000, 30.0))
     ]  # fmt: skip
-    of_16 = [r["training"] for r in results["rows"] if r["peers"] == 16 and r["parameters"] == "1B"]
-    least = min(of_16, default=None)
-    results["goals"] = [
-        report.goal(
-            f"1B, 16 peers: at least {GOAL:.0%} of the time training", least, None if least is None else least >= GOAL
-        )
-    ]
+    of_16 = [r["round_seconds"] for r in results["rows"] if r["peers"] == 16 and r["parameters"] == "1B"]
+    most = 1 - gpu_seconds() / min(of_16) if of_16 else None
+    text = f"1B, 16 peers: at least {GOAL:.0%} of the time training, beside the work that was measured on a GPU"
+    results["goals"] = [report.goal(text, most, None if most is None else most >= GOAL)]
     return results
+
+
+def gpu_seconds() -> float:
+    """Return the seconds in a round that a GPU took to make an update of 1B parameters and to apply four.
+
+    They are those of docs/results/gpu.json. A round of more peers has more to apply.
+    """
+    part = pages.one(pages.results("gpu")["parts"], part="trainer 1B, compiled")
+    size = part["result"]["sizes"][0]
+    return size["announce_seconds"] + size["apply_seconds"]
 
 
 def shown(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -100,6 +100,10 @@ def test_a_run_of_scenarios_is_shown_with_every_try(tmp_path: Path, monkeypatch:
     page = (tmp_path / "scenarios.md").read_text()
     assert "python -m tests.scenarios --tries 2" in page
     assert re.search(r"each try of a scenario passes +\| +1 of 2 \|", page)
+    assert re.search(rf"each scenario is played 3 times +\| +0 of {len(SCENARIOS)} \|", page)
+    row["tries"].append(row["tries"][1])
+    assert results.judged(run)[1]["value"] == f"1 of {len(SCENARIOS)}"
+    row["tries"].pop()
     assert re.search(r"\| nat +\| +1 of 2 \| +61, 84 \| +3, 12 \|\n\| mixed +\| left out \|", page)
     assert "| 1 | expect pace and last 3 | **FAILED:** 9.5 s a round |\n" in page
     assert "| 2 | expect one chain | 6 on one chain |\n" in page

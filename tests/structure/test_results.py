@@ -76,6 +76,24 @@ def test_missed_goals_are_told_first():
     assert "All goals were met" in pages.head(result(goals=[report.goal("a", 1, True)]))
 
 
+def test_a_goal_that_was_not_judged_is_not_told_as_met():
+    head = pages.head(result(goals=[report.goal("a", 1, True), report.goal("b", "2 seeds", None)]))
+    assert "Goals that were not judged" in head and "| b " in head and "| a " not in head
+    assert "met" not in pages.head(result(goals=[report.goal("a", 1, True), report.goal("b", None, None)]))
+
+
+def test_a_cell_is_in_words():
+    assert "| passed 57, failed 1.5 | a, b |" in report.table(["x", "y"], [[{"passed": 57, "failed": 1.5}, ["a", "b"]]])
+
+
+def test_a_machine_is_told_by_the_model_of_its_processor():
+    about = Path("/proc/cpuinfo")
+    models = re.findall(r"^model name\s*: (.+)$", about.read_text(), re.M) if about.exists() else []
+    if not models:
+        pytest.skip("this system does not say the model")
+    assert report.machine()["processor"] == models[0][:100].strip()
+
+
 def test_a_result_of_changed_files_says_so():
     assert "with changes" in pages.measured(result(changed=True))
     assert "was not noted" in pages.measured(result(commit=None, recorded_in="b" * 40))

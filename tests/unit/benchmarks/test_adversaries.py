@@ -118,8 +118,11 @@ def test_a_defence_whose_absence_harms_nobody_is_a_goal_missed():
     for r in some["runs"]:
         if r["defences"] == "all but the clip":
             r["loss_ratio"] = 1.0
-    missed = [g["goal"] for g in adversaries.goals(some) if not g["met"]]
-    assert len(missed) == 1 and missed[0].startswith("all but the clip")
+    (missed,) = (g for g in adversaries.goals(some) if not g["met"])
+    assert missed["goal"].startswith("all but the clip")
+    assert missed["value"].startswith(
+        "loss 1 of the honest run's, 0 fakes credited, convicted after 3 rounds; beside all"
+    )
 
 
 def test_honest_replays_are_compared_across_machines_and_a_stranger_fails(tmp_path: Path):

@@ -289,11 +289,11 @@ def test_a_crossing_lies_between_two_points():
     assert links.crossing(curve, 2.0) is None
 
 
-def _measured(label: str, method: str, loss: float, payload: float, **options) -> measure.Measured:
+def _measured(label: str, method: str, loss: float, payload: float, seeds: int = 3, **options) -> measure.Measured:
     curve = [[0, 6.0, 0, 0, 0], [1000, loss, payload, payload, 100]]
     row = Row(label, method, options)
     result = Result(Job("tiny", method), loss, 1000, payload, payload, 100, 10.0, curve)
-    return measure.Measured(row, 1e-3, {}, {0: result})
+    return measure.Measured(row, 1e-3, {}, dict.fromkeys(range(seeds), result))
 
 
 def test_the_goals_are_judged_by_the_rows():
@@ -312,6 +312,27 @@ def test_the_goals_are_judged_by_the_rows():
     worse = [found[0], _measured("cheap", "cairn", 3.04, full / 1000, inner="muon")]
     assert [g["met"] for g in judged(worse, profile, parameters)] == [None, False]
     assert [row[0] for row in tables.main_rows(found, profile, parameters)] == [m.row.label for m in found]
+
+
+def test_two_seeds_can_miss_a_goal_and_not_meet_it():
+    profile, parameters = PROFILES["tiny"], 131_904
+    full = 2.0 * parameters * profile.steps
+    adamw = _measured("data-parallel AdamW, bf16", "synchronous", 3.0, full)
+    for loss, seeds, met in ((3.0, 3, True), (3.0, 2, None), (3.04, 2, False)):
+        found = judged([adamw, _measured("cheap", "cairn", loss, full / 1000, seeds)], profile, parameters)[1]
+        assert found["met"] is met and f"{seeds} seeds" in found["value"]
+
+
+def test_the_table_marks_rows_that_were_not_tuned_and_has_no_seconds_of_an_exchange_in_each_step():
+    profile, full = PROFILES["tiny"], 1e6
+    adamw, diloco = (
+        _measured(MAIN[0].label, "synchronous", 3.0, full),
+        _measured("DiLoCo, H 30, fp32", "diloco", 3, 9.0),
+    )
+    each_step = replace(adamw, results={0: replace(adamw.results[0], exchanges=profile.steps)})
+    first, second = tables.main_rows([each_step, diloco], profile, 131_904)
+    assert first[0] == MAIN[0].label and first[-3:] == [None] * 3
+    assert second[0] == "DiLoCo, H 30, fp32, not tuned" and None not in second[-3:]
 
 
 def test_a_result_is_kept_and_found_by_an_equal_job(tmp_path: Path):
