@@ -9,10 +9,10 @@ tests/unit/benchmarks/test_audit_gain.py holds the signs to the product's own ru
 
 JSON keys:
   command, commit, date, machine, seeds: see benchmarks.report
-  setting: hold_rounds, decision_rounds, bar_rounds, stake_rounds
-  gains: a list, each with cheat, saved (share of the work), found (whether a replay finds it), weight (relative to the
-    mean of the record; null: a newcomer), rounds (of cheating until the conviction; null: never convicted), voided
-    (of these and of the rounds before), gain, gain_with_bar
+  setting: decision_rounds, bar_rounds, stake_rounds
+  gains: a list, each with cheat, saved (share of the work), found (whether a replay finds it), hold_rounds, weight
+    (relative to the mean of the record; null: a newcomer), rounds (of cheating until the conviction; null: never
+    convicted), voided (of these and of the rounds before), gain, gain_with_bar
   goals: a list of goal, value, met
 """
 
@@ -21,6 +21,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from benchmarks import report
@@ -28,7 +29,8 @@ from protocol.audits import MILLION, AuditRule
 from protocol.messages import AuditCheck
 from protocol.stake import STAKE_ROUNDS
 
-HOLD_ROUNDS = 12
+HOLDS = (12, 32)
+"""The defaults of `credit.hold_rounds`, without replays and with them."""
 DECISION_ROUNDS = 4
 """Rounds from an update to the decision about it: the draw, then reports of auditors and of jurors in records."""
 STAKE = float(STAKE_ROUNDS)
@@ -74,7 +76,7 @@ def conviction_chance(cheat: Cheat, rule: AuditRule, weight: float, stake_rounds
 
 
 def expected_gain(
-    cheat: Cheat, rule: AuditRule, weight: float, *, hold_rounds: int = HOLD_ROUNDS, counts_bar: bool = False,
+    cheat: Cheat, rule: AuditRule, weight: float, hold_rounds: int, *, counts_bar: bool = False,
     is_newcomer: bool = False,
 ) -> float:  # fmt: skip
     """Return the expected gain of one round of cheating, in credits of a round of this peer.
@@ -98,42 +100,41 @@ def _course(
 
 
 def gains() -> list[dict[str, Any]]:
-    """Return a row for each cheat, as a newcomer and by each weight, at the rates of the protocol."""
+    """Return a row for each cheat and hold, as a newcomer and by each weight, at the rates of the protocol."""
     rule, out = AuditRule(), []
-    for cheat in CHEATS:
-        for weight in (None, *WEIGHTS):
-            new, at = weight is None, weight or 1.0
-            rounds, voided = _course(cheat, rule, at, HOLD_ROUNDS, is_newcomer=new)
-            plain, barred = (expected_gain(cheat, rule, at, counts_bar=bar, is_newcomer=new) for bar in (False, True))
-            out.append({
-                "cheat": cheat.name, "saved": cheat.saved, "found": bool(cheat.by_replay), "weight": weight,
-                "rounds": rounds, "voided": voided, "gain": plain, "gain_with_bar": barred,
-            })  # fmt: skip
+    for cheat, hold, weight in product(CHEATS, HOLDS, (None, *WEIGHTS)):
+        new, at = weight is None, weight or 1.0
+        rounds, voided = _course(cheat, rule, at, hold, is_newcomer=new)
+        plain, barred = (expected_gain(cheat, rule, at, hold, counts_bar=bar, is_newcomer=new) for bar in (False, True))
+        out.append({
+            "cheat": cheat.name, "saved": cheat.saved, "found": bool(cheat.by_replay), "hold_rounds": hold,
+            "weight": weight, "rounds": rounds, "voided": voided, "gain": plain, "gain_with_bar": barred,
+        })  # fmt: skip
     return out
 
 
 def goals(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the goals: what a replay finds gains nothing."""
-    found = [r for r in rows if r["found"]]
-    newcomers = max(r["gain"] for r in found if r["weight"] is None)
-    barred = max(r["gain_with_bar"] for r in found)
-    free = max(r["gain"] for r in found if r["weight"] is not None)
-    return [
-        report.goal("a newcomer gains nothing by what a replay finds", newcomers, newcomers <= 1e-9),
-        report.goal("nobody with one key gains by what a replay finds", barred, barred <= 1e-9),
-        report.goal("nobody with free keys gains by what a replay finds", free, free <= 1e-9),
-    ]
+    """Return the goals of each hold: what a replay finds gains nothing."""
+    out = []
+    for hold in HOLDS:
+        found = [r for r in rows if r["found"] and r["hold_rounds"] == hold]
+        most = {
+            "a newcomer gains nothing": max(r["gain"] for r in found if r["weight"] is None),
+            "nobody with one key gains": max(r["gain_with_bar"] for r in found),
+            "nobody with free keys gains": max(r["gain"] for r in found if r["weight"] is not None),
+        }
+        out += [report.goal(f"{what} by what a replay finds, hold {hold}", n, n <= 1e-9) for what, n in most.items()]
+    return out
 
 
 def show(results: Mapping[str, Any]) -> str:
     """Return the table: gains without the bar, and with it in brackets."""
-    cheats = dict.fromkeys(r["cheat"] for r in results["gains"])
-    rows = [
-        [cheat, *(f"{r['gain']:+.2f} ({r['gain_with_bar']:+.2f})" for r in results["gains"] if r["cheat"] == cheat)]
-        for cheat in cheats
-    ]
-    columns = ["cheat", "newcomer", "a third of the mean", "the mean", "three times the mean"]
-    return report.table(columns, rows)
+    rows: dict[tuple[str, int], list[str]] = {}
+    for r in results["gains"]:
+        cells = rows.setdefault((r["cheat"], r["hold_rounds"]), [])
+        cells.append(f"{r['gain']:+.2f} ({r['gain_with_bar']:+.2f})")
+    columns = ["cheat", "hold", "newcomer", "a third of the mean", "the mean", "three times the mean"]
+    return report.table(columns, [[*name, *cells] for name, cells in rows.items()])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -141,8 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = report.command_line(__doc__ or "", "audit_gain").parse_args(arguments)
     rows = gains()
     results = report.header("audit_gain", arguments) | {
-        "setting": {"hold_rounds": HOLD_ROUNDS, "decision_rounds": DECISION_ROUNDS,
-                    "bar_rounds": AuditRule().bar_rounds, "stake_rounds": STAKE},
+        "setting": {"decision_rounds": DECISION_ROUNDS, "bar_rounds": AuditRule().bar_rounds, "stake_rounds": STAKE},
         "gains": rows,
         "goals": goals(rows),
     }  # fmt: skip

@@ -447,6 +447,12 @@ def agreement(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {kind: {score: _spread(values) for score, values in scores.items()} for kind, scores in kinds.items()}
 
 
+def rebased(runs: Sequence[Mapping[str, Any]]) -> int:
+    """Return how many of the updates replayed elsewhere had steps before their state came, as in an exchange."""
+    rows = (r for r in _rows(runs) if r["update"] == "in bf16")
+    return sum(r["round"] > 0 and SWARMS[runs[r["run"]]["swarm"]][r["peer"]][1] > 0 for r in rows)
+
+
 def least_share(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return, for each way to end early and each threshold, the spread over audits of the least share that passes."""
     audits: dict[tuple, list[tuple[float, float]]] = {}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from protocol.ids import PeerKey
-from protocol.messages import AuditDecision, Certificate, Signed, WorkReport
+from protocol.messages import AuditDecision, Certificate, Score, Signed, WorkReport
 
 _NAMES = {"replay": "replays", "loss": "loss checks"}
 
@@ -18,8 +18,8 @@ MAX_NAMES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class FailedScore:
-    """A score that failed reports have in common: its least and greatest value, and the greatest threshold."""
+class ScoreRange:
+    """A score that reports have in common: its least and greatest value, and the greatest threshold."""
 
     name: str
     least: float
@@ -53,29 +53,51 @@ def failed_reports(reports: Iterable[Attributed]) -> tuple[Attributed, ...]:
     return tuple(r for r in failed if r[1].check == "replay") or failed
 
 
-def failed_scores(reports: Iterable[WorkReport]) -> tuple[FailedScore, ...]:
+def failed_scores(reports: Iterable[WorkReport]) -> tuple[ScoreRange, ...]:
     """Return the scores below their thresholds in these reports, by ascending name."""
-    found: dict[str, FailedScore] = {}
-    for report in reports:
-        for s in report.scores:
-            if s.value < s.threshold:
-                old = found.get(s.name, FailedScore(s.name, s.value, s.value, s.threshold))
-                found[s.name] = FailedScore(
-                    s.name, min(old.least, s.value), max(old.greatest, s.value), max(old.threshold, s.threshold)
-                )
-    return tuple(found[name] for name in sorted(found))
+    return _ranges(s for report in reports for s in report.scores if s.value < s.threshold)
 
 
 def describe_failures(reports: Iterable[Attributed], name_of: Callable[[PeerKey], str] = lambda key: key.short) -> str:
     """Return what failed reports measured and who measured it; "" if none failed."""
     failed = failed_reports(reports)
-    if not failed:
-        return ""
-    reporters = tuple(dict.fromkeys(key for key, _ in failed))
-    scores = failed_scores(report for _, report in failed)
-    measured = "; ".join(str(s) for s in scores[:MAX_NAMES])
+    return _described(failed, failed_scores(report for _, report in failed), name_of) if failed else ""
+
+
+def describe_replays(reports: Iterable[Attributed], *, passed: bool) -> str:
+    """Return what the replays measured that passed, or those that failed, and who made them; "" if there are none."""
+    made = tuple(r for r in reports if r[1].check == "replay" and r[1].passed is passed)
+    scores = _ranges(s for _, report in made for s in report.scores)
+    return _described(made, scores, lambda key: key.short) if made else ""
+
+
+def describe_scores(reports: Iterable[WorkReport]) -> str:
+    """Return the scores of these reports; "" if there are none."""
+    return _listed(_ranges(s for report in reports for s in report.scores))
+
+
+def _ranges(scores: Iterable[Score]) -> tuple[ScoreRange, ...]:
+    """Return the range of each score, by ascending name."""
+    found: dict[str, ScoreRange] = {}
+    for s in scores:
+        old = found.get(s.name, ScoreRange(s.name, s.value, s.value, s.threshold))
+        found[s.name] = ScoreRange(
+            s.name, min(old.least, s.value), max(old.greatest, s.value), max(old.threshold, s.threshold)
+        )
+    return tuple(found[name] for name in sorted(found))
+
+
+def _described(
+    reports: tuple[Attributed, ...], scores: tuple[ScoreRange, ...], name_of: Callable[[PeerKey], str]
+) -> str:
+    """Return these scores of reports by one check, and who measured them."""
+    reporters = tuple(dict.fromkeys(key for key, _ in reports))
+    return f"the {_NAMES[reports[0][1].check]} of {_names(reporters, name_of)} found {_listed(scores)}"
+
+
+def _listed(scores: tuple[ScoreRange, ...]) -> str:
     others = f" and {len(scores) - MAX_NAMES} other scores" if len(scores) > MAX_NAMES else ""
-    return f"the {_NAMES[failed[0][1].check]} of {_names(reporters, name_of)} found {measured}{others}"
+    return "; ".join(str(s) for s in scores[:MAX_NAMES]) + others
 
 
 def _names(keys: tuple[PeerKey, ...], name_of: Callable[[PeerKey], str]) -> str:

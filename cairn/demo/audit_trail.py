@@ -8,7 +8,7 @@ from pathlib import Path
 
 from peer.coordinator_client import CoordinatorClient
 from peer.store import Store
-from protocol.audit_findings import FailedScore, failed_reports, failed_scores, reports_behind
+from protocol.audit_findings import ScoreRange, failed_reports, failed_scores, reports_behind
 from protocol.chain import Chain
 from protocol.ids import PeerKey
 from protocol.message_codec import MessageDecoder
@@ -92,7 +92,7 @@ def convictions(path: tuple[Certificate, ...]) -> tuple[Conviction, ...]:
     return tuple(found)
 
 
-def _words(scores: Sequence[FailedScore]) -> str:
+def _words(scores: Sequence[ScoreRange]) -> str:
     """Return the scores that were too low for people: the share of equal signs, where that was one of them."""
     for s in scores:
         if s.name == "signs":

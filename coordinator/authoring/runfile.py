@@ -105,6 +105,14 @@ SIGN_OUTER = OuterSpec(optimizer="nesterov", lr=1.0, momentum=0.5)
 SIGN_PLAIN_LR = 1.8
 """The best rate of a plain outer step with signs, without momentum: the mean of signs is too short a step."""
 
+REPLAYABLE_HOLD_ROUNDS = 32
+"""The default hold of replayable runs: in it measured fakes were convicted (docs/results/adversaries.md)."""
+
+
+def kept_checkpoints(hold_rounds: int, every: int) -> int:
+    """Return the least `checkpoint.keep` with which jurors can replay an update while its credit is held."""
+    return -(-hold_rounds // every)
+
 
 class RunFile(Section):
     """A checked run.toml."""
@@ -187,6 +195,7 @@ def load_run(path: Path) -> RunFile:
 FILLED_IN = {
     ("inner", "schedule", "total_tokens"): frozenset({("run", "total_tokens")}),
     ("round", "max_update_tokens"): frozenset({("round", "target_tokens"), ("data", "window"), ("inner", "batch")}),
+    ("checkpoint", "keep"): frozenset({("credit", "hold_rounds"), ("checkpoint", "every")}),
 }
 """Fields that follow from others: a mistake in one of those is not reported at these as well."""
 
@@ -194,8 +203,9 @@ FILLED_IN = {
 def _fill_in(tables: dict[str, Any]) -> None:
     """Fill in the defaults that depend on other fields.
 
-    The schedule ends with the run, an update holds up to two rounds' work, signs have their own outer step, and
-    replayable updates have no error feedback.
+    The schedule ends with the run, an update holds up to two rounds' work, and signs have their own outer step.
+    Replayable updates have no error feedback, and their credit and what a replay needs are kept for as long as a
+    conviction takes.
     """
     run, window_of = tables.get("run"), tables.get("data")
     inner, round_ = tables.setdefault("inner", {}), tables.get("round")
@@ -205,8 +215,15 @@ def _fill_in(tables: dict[str, Any]) -> None:
             schedule.setdefault("total_tokens", run["total_tokens"])
     codec, outer = tables.setdefault("codec", {}), tables.setdefault("outer", {})
     audit = tables.get("audit")
-    if isinstance(codec, dict) and isinstance(audit, dict) and audit.get("replayable") is True:
-        codec.setdefault("beta", 0.0)
+    if isinstance(audit, dict) and audit.get("replayable") is True:
+        if isinstance(codec, dict):
+            codec.setdefault("beta", 0.0)
+        credit, checkpoint = tables.setdefault("credit", {}), tables.setdefault("checkpoint", {})
+        if isinstance(credit, dict) and isinstance(checkpoint, dict):
+            hold = credit.setdefault("hold_rounds", REPLAYABLE_HOLD_ROUNDS)
+            every = checkpoint.get("every", CheckpointSpec().every)
+            if all(type(n) is int and n > 0 for n in (hold, every)):
+                checkpoint.setdefault("keep", max(CheckpointSpec().keep, kept_checkpoints(hold, every)))
     if isinstance(codec, dict) and isinstance(outer, dict):
         if codec.get("kind", CodecSpec().kind) == "sign":
             optimizer = outer.setdefault("optimizer", SIGN_OUTER.optimizer)

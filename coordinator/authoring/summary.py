@@ -22,7 +22,7 @@ from coordinator.authoring.errors import DataInputError
 from coordinator.authoring.memory import training_memory
 from coordinator.authoring.prepare import Prepared, check_held_out, find_documents
 from coordinator.authoring.resolve import RunModel, check_weights, model_of, prepare_data
-from coordinator.authoring.runfile import RunFile, load_run
+from coordinator.authoring.runfile import REPLAYABLE_HOLD_ROUNDS, RunFile, kept_checkpoints, load_run
 from protocol.adapter import held_bytes
 from protocol.codec import make_codec
 from protocol.spec import AdapterSettings, windows_in
@@ -82,6 +82,18 @@ def validate(path: Path) -> list[str]:
                 f"warning: one update may claim {round_.max_update_tokens / round_.target_tokens:.1f} times what all "
                 "peers together train in a round, and nobody can replay that in time to convict a liar: set "
                 "round.max_update_tokens near what one machine trains in a round"
+            )
+        hold, every, keep = run_file.credit.hold_rounds, run_file.checkpoint.every, run_file.checkpoint.keep
+        if hold < REPLAYABLE_HOLD_ROUNDS:
+            lines.append(
+                f"warning: credit settles after {hold} rounds, and a conviction may take longer: set "
+                f"credit.hold_rounds = {REPLAYABLE_HOLD_ROUNDS}, or leave it out"
+            )
+        if keep * every < hold:
+            lines.append(
+                f"warning: members keep what a replay needs for {keep * every} rounds, and credit is held for {hold}: "
+                "late jurors have nothing to replay from. Set checkpoint.keep = "
+                f"{kept_checkpoints(hold, every)}, or leave it out"
             )
     elif run_file.admission.mode != "allow":
         lines.append(

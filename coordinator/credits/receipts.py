@@ -58,6 +58,7 @@ class Receipts:
     def __init__(self, spec: RunSpec, owner: Identity, view: SwarmView, ledger: LedgerThread, now: Callable[[], float]):
         self._run = spec.run_id
         self._hold = spec.credit.hold_rounds
+        self._is_replayable = spec.audit.replayable
         self._owner = owner
         self._view = view
         self._ledger = ledger
@@ -75,7 +76,7 @@ class Receipts:
                 key = (account.record, header.digest)
                 if accepted.get(header.author) == header.digest or key in self._noted:
                     continue
-                reason = why_not(announced, account, header.author in accepted)
+                reason = why_not(announced, account, header.author in accepted, replayable=self._is_replayable)
                 refusals.append(
                     RefusedUpdate(account.round, account.parent, account.record, header.author, header.digest, reason,
                             self._now())
@@ -144,20 +145,20 @@ def void_reason(line: CreditedLine) -> str:
     return f"by the conviction in round {line.voided_in} for the update of round {line.convicted_for}"
 
 
-def why_not(announced: AnnouncedUpdate, account: RoundCredits, has_another: bool) -> str:
+def why_not(announced: AnnouncedUpdate, account: RoundCredits, has_another: bool, *, replayable: bool) -> str:
     """Return the reason in a receipt, for people: at most MAX_REASON bytes."""
+    if announced.header.author in account.convicted:
+        return "the record convicts this peer"
     if announced.flaw:
         return _cut(f"it breaks a rule of the chain: {announced.flaw}")
     if has_another:
         return "another update of this peer was accepted in this round"
     if announced.header.body.base_state != account.base_state:
         return "it starts from another state than the round's: this peer's state had drifted"
+    work = "its work is lost: this run is replayable" if replayable else "its work goes into this peer's next update"
     if announced.late:
-        return "it was announced when the round was decided already; its work goes into this peer's next update"
-    return (
-        "the round was certified without it: too few of the contributors held all of its bytes in time; its work goes "
-        "into this peer's next update"
-    )
+        return f"it was announced when the round was decided already; {work}"
+    return f"the round was certified without it: too few of the contributors held all of its bytes in time; {work}"
 
 
 def _cut(text: str) -> str:

@@ -23,6 +23,7 @@ from benchmarks.replayable import (
     cost,
     least_share,
     loss_check,
+    rebased,
     run,
     t_values,
 )
@@ -137,6 +138,11 @@ def test_the_least_share_is_the_shortest_that_passes_in_each_audit():
     other = [row("ends", round_=6, share=0.9, signs=0.9)]
     found = least_share([entry([*early, *other])])["ends"]["0.97"]
     assert (found["n"], found["least"], found["most"]) == (2, 0.9, 1.0)
+
+
+def test_the_updates_are_counted_that_began_before_their_state_came():
+    rows = [row("in bf16", peer=0), row("in bf16", peer=1), row("in bf16", peer=1, round_=0), row("honest", peer=2)]
+    assert rebased([entry(rows, swarm="unequal"), entry(rows[:1], swarm="36")]) == 2
 
 
 def test_a_weak_update_passes_by_the_auditors_own_and_only_then():

@@ -21,7 +21,7 @@ from protocol.identity import Identity
 from protocol.layout import MOMENTUM, REFERENCE_NORMS
 from protocol.merkle import blob_digest
 from protocol.model import build_model, load_state, model_layout, parameters_of
-from protocol.spec import open_spec
+from protocol.spec import CheckpointSpec, CreditSpec, open_spec
 from protocol.state import state_digest, state_layout, tensors_from_checkpoint
 
 OWNER = Identity(b"o" * 32)
@@ -394,6 +394,37 @@ def test_an_owner_is_warned_of_claims_too_large_to_replay(write):
         return [line for line in validate(path) if line.startswith("warning: one update may claim")]
 
     assert "2.0 times" in warnings(2 * target)[0] and not warnings(target - 1)
+
+
+def audit_warnings(path: Path) -> list[str]:
+    return [line for line in validate(path) if re.match("warning: (credit|members)", line)]
+
+
+@pytest.mark.parametrize(
+    "own, hold, every, keep, warned",
+    [
+        ("", 32, 5, 7, ()),
+        ("[credit]\nhold_rounds = 48\n", 48, 5, 10, ()),
+        ("[credit]\nhold_rounds = 31\n", 31, 5, 7, ("credit settles after 31 rounds",)),
+        ("[credit]\nhold_rounds = 8\n", 8, 5, 2, ("credit settles after 8 rounds",)),
+        ("keep = 6\n", 32, 5, 6, ("a replay needs for 30 rounds, and credit is held for 32",)),
+        ("keep = 1\n[credit]\nhold_rounds = 6\n", 6, 5, 1, ("credit settles", "a replay needs for 5 rounds")),
+    ],
+)
+def test_a_replayable_run_holds_credit_and_checkpoints_until_who_does_half_is_convicted(
+    write, own, hold, every, keep, warned
+):
+    """An owner's own values win, with a warning where audits cannot work in them."""
+    found = load_run(path := write((r"\Z", f"\n[audit]\nreplayable = true\n[checkpoint]\nevery = {every}\n{own}")))
+    assert (found.credit.hold_rounds, found.checkpoint.every, found.checkpoint.keep) == (hold, every, keep)
+    warnings = audit_warnings(path)
+    assert len(warnings) == len(warned) and all(w in line for w, line in zip(warned, warnings, strict=True))
+
+
+def test_a_run_without_replays_has_the_defaults_of_the_spec_and_no_warning_of_them(write):
+    found = load_run(path := write())
+    assert (found.credit, found.checkpoint) == (CreditSpec(), CheckpointSpec())
+    assert audit_warnings(path) == []
 
 
 @pytest.mark.parametrize("mode, cost", [("open", "no cost"), ("invite", "the code"), ("allow", "only the 2 keys")])

@@ -24,9 +24,9 @@ from protocol.audits import AuditRule
 from protocol.errors import AdmissionError, MalformedError
 from protocol.ids import Digest, PeerKey
 from protocol.ledger.credits import CreditRule, credits_of
-from protocol.ledger.statements import open_receipt, sign
+from protocol.ledger.statements import MAX_REASON, open_receipt, sign
 from protocol.message_codec import KeySigner
-from protocol.messages import Directive, UpdateHeader, Verdict
+from protocol.messages import AuditDecision, Directive, UpdateHeader, Verdict
 from tests.support.bindings import bind
 from tests.support.coordinator_fakes import FakeSwarm, make_spec, peer, state
 from tests.support.specs import OWNER, digest, identity
@@ -89,10 +89,13 @@ class World:
         await self.ledger.close()
         await self.open()
 
-    async def post(self, work: dict[int, int], *, void: tuple[Digest, PeerKey] | None = None):
+    async def post(
+        self, work: dict[int, int], *, void: tuple[Digest, PeerKey] | None = None,
+        decisions: tuple[AuditDecision, ...] = (),
+    ):  # fmt: skip
         if void is not None:
             self.carry(void)
-        account = credits_of(self.swarm.chain.add(work), RULE)
+        account = credits_of(self.swarm.chain.add(work, decisions=decisions), RULE)
         self.clock[0] += 60
         await self.receipts_made.note([account])
         await self.ledger.run(lambda ledger: ledger.post(account))
@@ -260,8 +263,31 @@ def test_a_long_reason_is_cut_to_what_a_receipt_holds():
         UpdateHeader(SPEC.run_id, 0, digest("p"), state(0), 0, 0, 4, 1, digest(1), 100, 5.0, b"")  # type: ignore[arg-type]
     )
     account = credits_of(FakeSwarm(SPEC).chain.add({2: 4}), RULE)
-    reason = why_not(AnnouncedUpdate(header, False, "ü" * 400), account, False)
+    reason = why_not(AnnouncedUpdate(header, False, "ü" * 400), account, False, replayable=False)
     assert len(reason.encode()) <= 200 and reason.endswith("...")
+
+
+async def test_a_record_that_convicts_a_peer_is_the_reason_why_its_update_is_not_in_it(ledger_place):
+    async with made(ledger_place) as w:
+        first = await w.post({1: 40, 2: 30, 3: 20})
+        updates = [w.announce(1), w.announce(3)]
+        await w.post({2: 30}, decisions=(AuditDecision(first.record, peer(1).key, True),))
+        told = [next(i.receipt for i in (await w.receipts(n)).items if not i.receipt.accepted) for n in (1, 3)]
+        assert [r.update for r in told] == updates
+        assert told[0].reason == "the record convicts this peer"
+        assert "too few of the contributors held all of its bytes in time" in told[1].reason
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_only_where_no_update_can_be_replayed_the_work_of_a_missed_round_is_in_the_next_update(late):
+    account = credits_of(FakeSwarm(SPEC).chain.add({2: 4}), RULE)
+    header = KeySigner(peer(1)).sign(
+        UpdateHeader(SPEC.run_id, 0, digest("p"), state(0), 0, 0, 4, 1, digest(1), 100, 5.0, b"")  # type: ignore[arg-type]
+    )
+    for replayable, work in ((False, "goes into this peer's next update"), (True, "is lost")):
+        reason = why_not(AnnouncedUpdate(header, late, ""), account, False, replayable=replayable)
+        assert reason.count("its work ") == 1 and f"its work {work}" in reason
+        assert len(reason.encode()) <= MAX_REASON
 
 
 # -- rounds and certificates ---------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Notices of convictions: the convicted is given the numbers, the round in which the bar ends, and what to do."""
+"""Notices of decisions: the convicted and the refuted are given the numbers, what they lose, and what to do."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from protocol.ids import Digest, PeerKey, Round, sha256
 from protocol.messages import AuditCheck, Score, WorkReport
 from protocol.rounds.actions import Notice
 from protocol.rounds.context import Context
-from protocol.rounds.conviction_notices import notify_convictions
+from protocol.rounds.decision_notices import notify_decisions
 from protocol.rounds.policy import RoundPolicy
 from protocol.stake import StakeRule
 from tests.simulation.signer import FakeSigner
 from tests.support.audited_branch import HOLD, LIAR, OTHERS, Branch, accused, report
-from tests.support.empty_chain import RUN, STATE
+from tests.support.empty_chain import OWNER, RUN, STATE
 
 ONE, TWO = (PeerKey(sha256(name)) for name in (b"one", b"two"))
 
@@ -22,7 +22,7 @@ ONE, TWO = (PeerKey(sha256(name)) for name in (b"one", b"two"))
 def notices(branch: Branch, me: PeerKey) -> list[Notice]:
     policy = RoundPolicy(100, 100, stake=StakeRule(HOLD))
     context = Context(policy, RUN, FakeSigner(me), branch.chain, False, True, lambda size: True, 0.0)
-    notify_convictions(context, branch.chain.certificate(branch.chain.head))
+    notify_decisions(context, branch.chain.certificate(branch.chain.head))
     return [a for a in context.actions if isinstance(a, Notice)]
 
 
@@ -46,10 +46,50 @@ def test_the_convicted_reads_the_numbers_how_long_it_rests_and_what_it_can_do(co
         assert said in notice.text, said
 
 
-def test_others_read_who_was_convicted_and_an_acquittal_is_no_news(convicted):
+def test_others_read_who_was_convicted_and_a_record_without_decisions_is_no_news(convicted):
     (notice,) = notices(convicted, OTHERS[0])
     assert notice.level == "warning" and f"peer {LIAR.short} is convicted" in notice.text and "warm 0" in notice.text
     assert notices(Branch(), LIAR) == []
+
+
+def test_an_auditor_whose_accusation_is_refuted_reads_both_measurements_what_it_loses_and_what_to_check():
+    branch = Branch()
+    record = branch.audited
+    accuser, *jurors = [*branch.auditors(record), *(k for k in OTHERS if k not in branch.auditors(record))]
+    branch.add(report(record, accuser), report(record, OWNER.key))
+    made = branch.add(*(report(record, key, passed=True) for key in jurors))
+    (notice,) = notices(branch, accuser)
+    assert (notice.level, notice.kind, notice.about) == ("error", "refuted", accuser)
+    for said in (
+        "THIS PEER'S REPORT IS REFUTED", f"its replay of the update of round 6 by {LIAR.short}",
+        "this peer found warm 0 where 0.5 is needed, and the replays of 4 peers", "found warm 1 where 0.5 is needed",
+        f"Its stake up to round {made.record.body.round} is lost", "its credit remains", "not barred", "its memory",
+        "its GPU's driver", "its version of Cairn", "--audit-device cpu, or off",
+    ):  # fmt: skip
+        assert said in notice.text, said
+    assert notices(branch, jurors[0]) == []
+
+    (notice,) = notices(branch, LIAR)
+    assert (notice.level, notice.kind, notice.about) == ("info", "acquitted", LIAR)
+    assert notice.text.startswith(
+        "this peer was accused and acquitted: its update of round 6 was trained as it claims: the replays of 4 peers"
+    )
+
+
+def test_a_juror_that_spared_a_liar_reads_of_both_decisions():
+    branch = Branch()
+    record, _, jurors = accused(branch)
+    branch.add(report(record, jurors[0], passed=True))
+    branch.add(*(report(record, key) for key in jurors[1:]))
+    convicted, refuted = notices(branch, jurors[0])
+    assert (convicted.level, convicted.kind, refuted.level, refuted.kind) == (
+        "warning",
+        "convicted",
+        "error",
+        "refuted",
+    )
+    assert "this peer found warm 1 where 0.5 is needed, and the replays of 4 peers" in refuted.text
+    assert "found warm 0 where" in refuted.text
 
 
 def test_a_notice_without_the_audited_record_in_memory_still_says_what_it_costs(convicted):

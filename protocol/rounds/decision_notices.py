@@ -1,0 +1,72 @@
+"""Notices about decisions of audits: who is convicted, acquitted or refuted by which measurements, and what to do."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from protocol.audit_findings import Attributed, describe_failures, describe_replays, describe_scores, reports_behind
+from protocol.messages import AuditDecision, Certificate
+from protocol.rounds.context import Context
+
+
+def notify_decisions(context: Context, certificate: Certificate) -> None:
+    """Report the decisions that a record of the chain states: convictions, and what concerns this peer's own work."""
+    chain, me = context.chain, context.me
+    for decision in certificate.record.body.decisions:
+        if certificate.digest not in chain:
+            continue
+        if decision.convicted:
+            _notify_conviction(context, certificate, decision)
+        elif decision.author == me:
+            measured = describe_replays(_reports(context, certificate, decision), passed=True)
+            text = f"this peer was accused and acquitted: its {_update(context, decision)} was trained as it claims"
+            context.notify("info", "acquitted", text + (f": {measured}" if measured else ""), me)
+        if me in decision.refuted:
+            _notify_refutation(context, certificate, decision)
+
+
+def _notify_conviction(context: Context, certificate: Certificate, decision: AuditDecision) -> None:
+    key, until = decision.author, context.chain.barred_until(decision.author, certificate.digest)
+    measured = describe_failures(_reports(context, certificate, decision))
+    found = f"its {_update(context, decision)} was not trained as it claims" + (f": {measured}" if measured else "")
+    if key == context.me:
+        text = (
+            f"THIS PEER IS CONVICTED: {found}. Its stake and pending credit are lost. It is barred until round "
+            f"{until}, and then trains again as a newcomer: leave it running. If it trained honestly, check its "
+            "memory, its GPU's driver and its version of Cairn, and write to the run's owner"
+        )
+        context.notify("error", "convicted", text, key)
+    else:
+        text = (
+            f"peer {key.short} is convicted: {found}. Its stake and pending credit are lost, and it is barred "
+            f"until round {until}"
+        )
+        context.notify("warning", "convicted", text, key)
+
+
+def _notify_refutation(context: Context, certificate: Certificate, decision: AuditDecision) -> None:
+    """Report to this peer that a jury found the opposite of its own replay."""
+    reports = _reports(context, certificate, decision)
+    own = describe_scores(report for key, report in reports if key == context.me and report.check == "replay")
+    jury = describe_replays(reports, passed=not decision.convicted)
+    compared = f": this peer found {own}, and {jury}" if own and jury else ""
+    text = (
+        f"THIS PEER'S REPORT IS REFUTED: a jury found the opposite of its replay of the {_update(context, decision)} "
+        f"by {decision.author.short}{compared}. Its stake up to round {certificate.record.body.round} is lost; its "
+        "credit remains, and it is not barred. Check its memory, its GPU's driver and its version of Cairn. Until "
+        "the cause is found, start it with --audit-device cpu, or off"
+    )
+    context.notify("error", "refuted", text, context.me)
+
+
+def _reports(context: Context, certificate: Certificate, decision: AuditDecision) -> tuple[Attributed, ...]:
+    """Return the reports behind a decision of a record; none if the audited record is not in memory."""
+    chain = context.chain
+    branch = islice(chain.ancestors(certificate.digest), context.policy.stake.hold_rounds + 1)
+    return reports_behind(decision, (chain.certificate(record) for record in branch if record != chain.root))
+
+
+def _update(context: Context, decision: AuditDecision) -> str:
+    chain = context.chain
+    known = decision.record in chain and decision.record != chain.root
+    return f"update of round {chain.certificate(decision.record).record.body.round}" if known else "update"
