@@ -168,8 +168,9 @@ def _conversation_lines(sft: str, out: Path, counted: _Counted, made: RunPlan) -
     share = data.window_tokens / data.window
     long = '# None of these is longer than a window. Default "refuse".\n#long = "refuse"'
     if data.dropped:
+        of = "" if data.at_answers else f" of {data.dropped + counted.documents:,}"  # else a row may lose several
         long = (
-            f"# {data.dropped:,} of {data.dropped + counted.documents:,} are longer than a window of {data.window:,} "
+            f"# {data.dropped:,}{of} are longer than a window of {data.window:,} "
             'tokens. Default "refuse".\nlong = "drop"'
         )
     template = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from coordinator.authoring.errors import DataInputError, RunChangedError
 from coordinator.authoring.prepare import Prepared, prepare
 from coordinator.authoring.window_packer import OPEN, WindowPacker
 from protocol.spec import BEGINS, NUMBER, TRAINED, windows_in
-from tests.support.chat_world import CHATML, END, TURN_END, base_tokenizer, chat, write_rows
+from tests.support.chat_world import CHATML, END, TURN, TURN_END, base_tokenizer, chat, write_rows
 
 WINDOW = 64
 
@@ -70,10 +71,74 @@ def test_what_the_assistant_says_is_trained_with_the_token_that_ends_it(tmp_path
     assert marked is not None and marked.chat is not None
     tokenizer = Tokenizer.from_file(str(prepared.folder / "tokenizer.json"))
     assert marked.chat.end_tokens == [tokenizer.token_to_id(TURN_END)] and marked.chat.template == CHATML
-    assert marked.chat.special_tokens == {"eos_token": END}
+    assert marked.chat.special_tokens == {"eos_token": END} and marked.at_answers == 0
     windows = windows_of(prepared)
     assert marked.trained == np.count_nonzero(windows[:, 1:] & TRAINED)
     assert marked.window_tokens == round(marked.trained / len(windows))
+
+
+THINKING = (
+    "{% set ns = namespace(asked=messages|length) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% set parts = m.content.split('</think>\\n\\n') %}"
+    "{% if m.role == 'assistant' and loop.index0 > ns.asked %}"
+    "{{ parts[0] if parts|length > 1 else '<think>\\n\\n' }}{{ '</think>\\n\\n' }}{% endif %}"
+    "{{ parts[-1] + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""As Qwen3's: only answers to the last question keep their thinking, or get an empty one."""
+
+NO_THOUGHT = "<think>\n\n</think>\n\n"
+
+
+def turn(role: str, text: str) -> str:
+    return f"{TURN}{role}\n{text}{TURN_END}\n"
+
+
+@pytest.mark.parametrize("thought", ["", "<think>\nwell\n</think>\n\n"], ids=["plain", "thinking"])
+def test_each_answer_is_a_document_if_the_template_writes_earlier_ones_differently(tmp_path, thought):
+    said: list[str] = []
+    rows = [chat("yes?", f"{thought}no", "why?", "the dog", "so?", system="be brief"), chat("fox?", "lazy")]
+    prepared = made(tmp_path, rows, template=THINKING, window=128, report=said.append)
+    begin, thought = turn("system", "be brief") + turn("user", "yes?"), thought or NO_THOUGHT
+    first, second, third = f"{thought}no", f"{NO_THOUGHT}the dog", f"{NO_THOUGHT}lazy"
+    assert documents_of(prepared) == sorted([
+        (begin + turn("assistant", first), first + TURN_END),
+        (begin + turn("assistant", "no") + turn("user", "why?") + turn("assistant", second), second + TURN_END),
+        (turn("user", "fox?") + turn("assistant", third), third + TURN_END),
+    ])  # fmt: skip
+    marked = prepared.manifest.conversations
+    assert marked is not None and marked.at_answers == 1 and prepared.manifest.train.documents == 2
+    assert marked.trained == np.count_nonzero(windows_of(prepared)[:, 1:] & TRAINED)
+    assert said[-1].startswith("2 documents") and "; 1 conversations were split at their answers" in said[-1]
+
+
+def test_the_answers_of_a_conversation_are_held_out_together(tmp_path):
+    rows = [chat(f"q{i}", "no", "why?", "the dog", "so?", "yes") for i in range(20)]
+    prepared = made(tmp_path, rows, template=THINKING, window=128, validation_every=5)
+    assert [prepared.manifest.train.documents, prepared.manifest.validation.documents] == [16, 4]
+    wanted = {f"q{i}": 3 for i in (4, 9, 14, 19)}
+    held = [whole.partition("user\n")[2].partition(TURN_END)[0] for whole, _ in documents_of(prepared, "validation")]
+    assert Counter(held) == wanted and len(documents_of(prepared)) == 48
+
+
+def test_of_a_conversation_split_at_its_answers_those_that_fit_stay(tmp_path):
+    rows = [chat("yes?", "no", "q" * 60, "the dog")]
+    with pytest.raises(DataInputError, match=r"chats\.jsonl: line 1: 1\d\d tokens, and a window"):
+        made(tmp_path, rows, template=THINKING)
+    prepared = made(tmp_path, rows, template=THINKING, table={"long": "drop"})
+    assert [learnt for _, learnt in documents_of(prepared)] == [f"{NO_THOUGHT}no{TURN_END}"]
+    assert prepared.manifest.conversations is not None and prepared.manifest.conversations.dropped == 1
+
+
+def test_a_template_with_answers_that_cannot_be_asked_for_is_named_with_what_to_do(tmp_path):
+    rows = [chat("yes?", "no", "why?", "the dog")]
+    with pytest.raises(DataInputError, match="line 1: .* writes message 2 .assistant. otherwise .* on: train on the a"):
+        made(tmp_path, rows, template=THINKING, window=128, table={"train_on": ["assistant", "user"]})
+    asks_otherwise = THINKING.replace("prompt %}{{ '<|im_start|>", "prompt %}{{ 'Now: <|im_start|>")
+    base_tokenizer(tmp_path / "base", asks_otherwise)
+    with pytest.raises(DataInputError, match="line 1: .* writes message 2 .assistant. otherwise .* on: name a temp"):
+        made(tmp_path, rows, window=128)
 
 
 def test_the_tokens_are_those_of_transformers(tmp_path):
