@@ -210,15 +210,17 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return made
 
 
-def load_template(file: Path | None, tokenizer: Path, end: str) -> ChatTemplate | None:
+def load_template(file: Path | None, tokenizer: Path, end: str, begin: str) -> ChatTemplate | None:
     """Return the template in a file, or by default the one beside a tokenizer.json; None if there is none.
 
     `file` is Jinja, or a JSON file with a `chat_template`. Special tokens are those of the tokenizer_config.json beside
-    the tokenizer; the end of a document is `end` where it names none. Raises DataInputError.
+    the tokenizer; where it names none, `end` ends a document, and `begin`, unless it is "", begins one. Raises
+    DataInputError.
     """
     beside = tokenizer.with_name(TOKENIZER_CONFIG)
     config = _json(beside) if beside.is_file() else {}
-    special = {"eos_token": end} | {k: t for k in SPECIAL_TOKENS if (t := _token(config.get(k)))}
+    special = {"eos_token": end} | ({"bos_token": begin} if begin else {})
+    special |= {k: t for k in SPECIAL_TOKENS if (t := _token(config.get(k)))}
     if file is None and tokenizer.with_name(TEMPLATE).is_file():
         file = tokenizer.with_name(TEMPLATE)
     if file is not None and file.suffix != ".json":

@@ -214,10 +214,14 @@ class ConversationReader:
         yield from kept
 
     def _pieces_of_text(self, encoded: Iterable[np.ndarray]) -> Iterator[MarkedDocument]:
-        """Yield a text in pieces of at most a window, of which every token but the first is trained."""
+        """Yield a text in pieces of at most a window, of which every token but the first is trained.
+
+        The tokenizer's own first token begins the text, if there is one.
+        """
         self.counts.rows += 1
         row = self.counts.rows
-        held = np.empty(0, dtype=np.uint32)
+        begin = self.run.begin_id
+        held = np.array([] if begin is None else [begin], dtype=np.uint32)
         for ids in encoded:
             held = np.concatenate([held, ids | np.uint32(TRAINED)])
             while len(held) > self.window:

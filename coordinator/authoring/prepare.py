@@ -194,7 +194,8 @@ def prepare(
             raise DataInputError(f"conversations: give a window of fewer than {shard_tokens:,} tokens")
         assert tokenizer is not None and given is not None  # `check_choices`
         named = conversations.chat_template
-        template = load_template(base / Path(named).expanduser() if named else None, tokenizer, given.end)
+        file = base / Path(named).expanduser() if named else None
+        template = load_template(file, tokenizer, given.end, given.begin)
     settings = PrepareSettings(
         field=field,
         vocabulary=vocabulary,

@@ -12,14 +12,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 
 from coordinator.authoring.conversations import ConversationTable
 from coordinator.authoring.errors import DataInputError, RunChangedError
 from coordinator.authoring.prepare import Prepared, prepare
+from coordinator.authoring.tokens import load
 from coordinator.authoring.window_packer import OPEN, WindowPacker
 from protocol.spec import BEGINS, NUMBER, TRAINED, windows_in
-from tests.support.chat_world import CHATML, END, TURN, TURN_END, base_tokenizer, chat, write_rows
+from tests.support.chat_world import BEGIN, CHATML, END, TURN, TURN_END, base_tokenizer, chat, write_rows
 
 WINDOW = 64
 
@@ -197,6 +198,40 @@ def test_plain_text_lies_beside_conversations_and_is_trained_whole(tmp_path):
     for window in windows_of(prepared)[:, :-1]:
         for document in np.split(window, np.flatnonzero(window & BEGINS))[1:]:
             assert not document[0] & TRAINED  # nothing is before it
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_document_begins_once_with_the_token_that_the_tokenizer_writes_first(tmp_path, named):
+    path = base_tokenizer(tmp_path / "base", "{{ bos_token }}" + CHATML, begins=True)
+    if named:
+        config = path.with_name("tokenizer_config.json")
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"bos_token": BEGIN}))
+    text = "the quick brown fox " * 60
+    prepared = made(tmp_path, [{"text": text}, chat("fox?", "lazy"), {"text": "yes"}])
+    conversation = turn("user", "fox?") + turn("assistant", "lazy")
+    found = documents_of(prepared)
+    assert [d for d in found if TURN in d[0]] == [(BEGIN + conversation, "lazy" + TURN_END)]
+    assert (f"{BEGIN}yes{END}", f"yes{END}") in found
+    parts = [(whole, learnt) for whole, learnt in found if TURN not in whole and "yes" not in whole]
+    begun = [(whole, learnt) for whole, learnt in parts if BEGIN in whole]
+    assert len(parts) > 2 and [whole for whole, _ in begun] == [BEGIN + learnt for _, learnt in begun]
+    assert len(begun) == 1 and sum(len(whole) for whole, _ in parts) == len(BEGIN + text + END)
+
+
+def test_a_template_without_a_first_token_gets_none(tmp_path):
+    base_tokenizer(tmp_path / "base", begins=True)
+    [(whole, _)] = documents_of(made(tmp_path, [chat("fox?", "lazy")]))
+    assert whole == turn("user", "fox?") + turn("assistant", "lazy")
+
+
+def test_a_token_that_a_tokenizer_writes_after_a_text_begins_none(tmp_path):
+    path = base_tokenizer(tmp_path / "base")
+    assert load(path, END).begin_id is None
+    tokenizer = Tokenizer.from_file(str(path))
+    ends = processors.TemplateProcessing(single=f"$A {END}", special_tokens=[(END, 0)])
+    tokenizer.post_processor = ends  # type: ignore[assignment]
+    tokenizer.save(str(path))
+    assert load(path, END).begin_id is None
 
 
 def test_no_conversation_is_cut_and_no_window_is_without_a_trained_token(tmp_path):
