@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -52,6 +52,10 @@ class TrainedSpan:
     is_answer: bool
 
 
+class _DiffersError(DataInputError):
+    """The template writes a message differently from what it says, or once others follow."""
+
+
 class ChatTemplate:
     """A template with the special tokens that it is given. `name`: its file, for errors."""
 
@@ -71,26 +75,50 @@ class ChatTemplate:
 
     def rendered(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], train_on: Sequence[str], where: str
-    ) -> tuple[str, list[TrainedSpan]]:
-        """Return a conversation's text, and what is trained of it: the messages of the roles `train_on`.
+    ) -> Iterator[tuple[str, list[TrainedSpan]]]:
+        """Yield a conversation's text, and what is trained of it: the messages of the roles `train_on`.
 
         A template that marks what the model says (`{% generation %}`) decides itself, if only the assistant is
         trained. Otherwise the conversation is rendered up to each trained message, and with it; each text must be the
-        beginning of the next. Raises DataInputError, which begins with `where`.
+        beginning of the next. A template may write answers differently once others follow, as Qwen3's does. If only
+        the assistant is trained, each answer then has a text of its own, which ends with it. Raises DataInputError,
+        which begins with `where`.
+        """
+        answers = [i for i, m in enumerate(messages) if m["role"] == ASSISTANT]
+        trained = [i for i, m in enumerate(messages) if m["role"] in train_on]
+        marks = self._marks and list(train_on) == [ASSISTANT]
+        try:
+            whole = self._trained(messages, tools, trained, where, marks=marks)
+        except _DiffersError:
+            if marks or trained != answers or not answers:
+                raise
+        else:
+            yield whole
+            return
+        for i in answers:
+            yield self._trained(messages[: i + 1], tools, [i], where)
+
+    def _trained(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], trained: Sequence[int], where: str, *,
+        marks: bool = False,
+    ) -> tuple[str, list[TrainedSpan]]:  # fmt: skip
+        """Return the text of messages, and the spans of those that are trained, by their places.
+
+        With `marks` the template decides. Answers that are not trained may be changed or left out.
         """
         text, marked = self._render(messages, tools, where)
-        for number, message in enumerate(messages, 1):
-            if (message.get("content") or "").strip() not in text:
-                raise DataInputError(
-                    f"{where}: the chat template leaves out or changes the text of message {number} "
+        for i, message in enumerate(messages):
+            must_stay = i in trained or message["role"] != ASSISTANT
+            if must_stay and (message.get("content") or "").strip() not in text:
+                raise _DiffersError(
+                    f"{where}: the chat template leaves out or changes the text of message {i + 1} "
                     f"({message['role']}): correct {self.name}, or take such messages out"
                 )
-        if self._marks and list(train_on) == [ASSISTANT]:
+        if marks:
             return text, marked
         spans: list[TrainedSpan] = []
-        for i, message in enumerate(messages):
-            if message["role"] not in train_on:
-                continue
+        for i in trained:
+            message = messages[i]
             is_answer = message["role"] == ASSISTANT
             before = ""
             if i:
@@ -101,11 +129,12 @@ class ChatTemplate:
             said = (message.get("content") or "").strip()
             at = after.find(said, len(before)) if said else len(before)
             if not after.startswith(before) or not text.startswith(after) or at < 0:
-                raise DataInputError(
+                others = any(messages[j]["role"] != ASSISTANT for j in trained)
+                raise _DiffersError(
                     f"{where}: the chat template writes message {i + 1} ({message['role']}) otherwise when it is the "
                     "last one than when others follow, so what the model would say is not what it would be trained "
-                    f"on: name a template that marks it with {{% generation %}}, or cut the conversation there "
-                    f"({self.name})"
+                    f"on: {'train on the assistant alone, ' * others}name a template that marks it with "
+                    f"{{% generation %}}, or cut the conversation there ({self.name})"
                 )
             spans.append(TrainedSpan(len(before), len(after), at + len(said), is_answer))
         return text, spans
@@ -181,15 +210,17 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return made
 
 
-def load_template(file: Path | None, tokenizer: Path, end: str) -> ChatTemplate | None:
+def load_template(file: Path | None, tokenizer: Path, end: str, begin: str) -> ChatTemplate | None:
     """Return the template in a file, or by default the one beside a tokenizer.json; None if there is none.
 
     `file` is Jinja, or a JSON file with a `chat_template`. Special tokens are those of the tokenizer_config.json beside
-    the tokenizer; the end of a document is `end` where it names none. Raises DataInputError.
+    the tokenizer; where it names none, `end` ends a document, and `begin`, unless it is "", begins one. Raises
+    DataInputError.
     """
     beside = tokenizer.with_name(TOKENIZER_CONFIG)
     config = _json(beside) if beside.is_file() else {}
-    special = {"eos_token": end} | {k: t for k in SPECIAL_TOKENS if (t := _token(config.get(k)))}
+    special = {"eos_token": end} | ({"bos_token": begin} if begin else {})
+    special |= {k: t for k in SPECIAL_TOKENS if (t := _token(config.get(k)))}
     if file is None and tokenizer.with_name(TEMPLATE).is_file():
         file = tokenizer.with_name(TEMPLATE)
     if file is not None and file.suffix != ".json":

@@ -67,10 +67,10 @@ class ConversationTable(Section):
 
 @dataclass(frozen=True, slots=True)
 class MarkedDocument:
-    """A piece of at most one window: marked tokens (uint32 [n]). `last`: it ends its document."""
+    """A piece of at most one window: marked tokens (uint32 [n]). `row`: the number of its row or text file."""
 
     tokens: np.ndarray
-    last: bool
+    row: int
 
     @property
     def trained(self) -> int:
@@ -80,11 +80,16 @@ class MarkedDocument:
 
 @dataclass
 class Counts:
-    """The fate of documents that were longer than a window, and the tokens that end answers."""
+    """The fate of documents that were longer than a window, and the tokens that end answers.
 
+    `rows`: rows and text files so far. `at_answers`: conversations of which each answer became a document.
+    """
+
+    rows: int = 0
     dropped: int = 0
     cut: int = 0
     split: int = 0
+    at_answers: int = 0
     ends: set[int] = field(default_factory=set)
 
 
@@ -124,14 +129,16 @@ class ConversationReader:
                 if (text := row.text(self.field)).strip():
                     yield from self._pieces_of_text(ids for ids, _ in self.run.encode(segments_of(text)))
                 continue
-            batch.append(self._rendered(messages, row.fields.get(TOOLS) or [], row.where))
-            size += len(batch[-1].text)
-            if size >= BATCH:
-                yield from self._encoded(batch)
-                batch, size = [], 0
+            for rendered in self._rendered(messages, row.fields.get(TOOLS) or [], row.where):
+                batch.append(rendered)
+                size += len(rendered.text)
+                if size >= BATCH:
+                    yield from self._encoded(batch)
+                    batch, size = [], 0
         yield from self._encoded(batch)
 
-    def _rendered(self, messages: list[dict[str, Any]], tools: Any, where: str) -> _Rendered:
+    def _rendered(self, messages: list[dict[str, Any]], tools: Any, where: str) -> Iterator[_Rendered]:
+        """Yield the documents of a conversation: itself, or one for each answer. Raises DataInputError."""
         template = self.template
         if template is None:
             raise DataInputError(
@@ -147,17 +154,19 @@ class ConversationReader:
                     f"{where}: message {number} has the role {role[:60]!r}, which {template.name} does not name: write "
                     f"one of {', '.join(ROLES)}"
                 )
-        text, spans = template.rendered(messages, tools, self.table.train_on, where)
-        if not any(span.start < span.end for span in spans):
-            raise DataInputError(
-                f"{where}: nothing to train on: it has no message of {' or '.join(self.table.train_on)}: remove it, or "
-                "add the role to data.conversations.train_on"
-            )
-        return _Rendered(where, text, spans)
+        self.counts.rows += 1
+        for number, (text, spans) in enumerate(template.rendered(messages, tools, self.table.train_on, where), 1):
+            if not any(span.start < span.end for span in spans):
+                raise DataInputError(
+                    f"{where}: nothing to train on: it has no message of {' or '.join(self.table.train_on)}: remove "
+                    "it, or add the role to data.conversations.train_on"
+                )
+            yield _Rendered(self.counts.rows, number, where, text, spans)
 
     def _encoded(self, batch: Sequence[_Rendered]) -> Iterator[MarkedDocument]:
         encodings = self.run.encode_rendered([b.text for b in batch])
         for rendered, encoding in zip(batch, encodings, strict=True):
+            self.counts.at_answers += rendered.number == 2
             tokens = np.array(encoding.ids, dtype=np.uint32)
             starts, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
             special = np.isin(tokens, list(self.run.special_ids))
@@ -175,15 +184,15 @@ class ConversationReader:
                     inside[closing[-1] + 1 :] = False  # line ends between messages are the template's
                 tokens[inside] |= TRAINED
             tokens[0] &= ~np.uint32(TRAINED)
-            yield from self._fitted(tokens, rendered.where)
+            yield from self._fitted(tokens, rendered.row, rendered.where)
 
-    def _fitted(self, tokens: np.ndarray, where: str) -> Iterator[MarkedDocument]:
+    def _fitted(self, tokens: np.ndarray, row: int, where: str) -> Iterator[MarkedDocument]:
         """Yield a conversation in pieces that fit into a window, as the table says. Raises DataInputError."""
         long, window, counts = self.table.long, self.window, self.counts
         if not (tokens & TRAINED).any():
             raise DataInputError(f"{where}: nothing to train on: its one token is the first: remove it")
         if len(tokens) <= window:
-            yield _piece(tokens, last=True)
+            yield _piece(tokens, row)
             return
         if long == "refuse":
             raise DataInputError(
@@ -194,41 +203,50 @@ class ConversationReader:
             counts.dropped += 1
             return
         cut = tokens[:window] if long == "cut" else tokens
-        pieces = [_piece(cut[at : at + window], last=False) for at in range(0, len(cut), window)]
-        kept = [p.tokens for p in pieces if p.trained]
+        pieces = [_piece(cut[at : at + window], row) for at in range(0, len(cut), window)]
+        kept = [p for p in pieces if p.trained]
         if not kept:
             counts.dropped += 1
         elif long == "cut":
             counts.cut += 1
         else:
             counts.split += 1
-        for number, piece in enumerate(kept, 1):
-            yield MarkedDocument(piece, number == len(kept))
+        yield from kept
 
     def _pieces_of_text(self, encoded: Iterable[np.ndarray]) -> Iterator[MarkedDocument]:
-        """Yield a text in pieces of at most a window, of which every token but the first is trained."""
-        held = np.empty(0, dtype=np.uint32)
+        """Yield a text in pieces of at most a window, of which every token but the first is trained.
+
+        The tokenizer's own first token begins the text, if there is one.
+        """
+        self.counts.rows += 1
+        row = self.counts.rows
+        begin = self.run.begin_id
+        held = np.array([] if begin is None else [begin], dtype=np.uint32)
         for ids in encoded:
             held = np.concatenate([held, ids | np.uint32(TRAINED)])
             while len(held) > self.window:
                 size = min(self.window, len(held) - 2)  # at least two tokens are left
-                yield _piece(held[:size].copy(), last=False)
+                yield _piece(held[:size].copy(), row)
                 held = held[size:]
         if len(held) > 1:
-            yield _piece(held[: self.window].copy(), last=True)
+            yield _piece(held[: self.window].copy(), row)
 
 
 @dataclass(frozen=True, slots=True)
 class _Rendered:
+    """The text of a row's document, and the document's number in the row."""
+
+    row: int
+    number: int
     where: str
     text: str
     spans: list[TrainedSpan]
 
 
-def _piece(tokens: np.ndarray, *, last: bool) -> MarkedDocument:
+def _piece(tokens: np.ndarray, row: int) -> MarkedDocument:
     """Return a piece, whose first token begins it and is not trained: nothing comes before it."""
     tokens[0] = (tokens[0] & ~np.uint32(TRAINED)) | np.uint32(BEGINS)
-    return MarkedDocument(tokens, last)
+    return MarkedDocument(tokens, row)
 
 
 def messages_of(row: dict[str, Any], where: str) -> list[dict[str, Any]] | None:

@@ -71,7 +71,21 @@ class ConversationData(Section):
     dropped: int
     cut: int
     split: int
+    at_answers: int = 0
+    """Conversations of which each answer became a document."""
+
     chat: ChatSpec | None
+
+    @property
+    def fates(self) -> str:
+        """The fates of conversations that did not stay whole, for a person."""
+        long = f"longer than a window: {self.dropped:,} left out, {self.cut:,} cut, {self.split:,} split"
+        if not self.at_answers:
+            return long
+        return (
+            f"{long}; {self.at_answers:,} conversations were split at their answers, since the chat template writes "
+            "earlier answers differently"
+        )
 
 
 class DataSplit(Section):
@@ -180,7 +194,8 @@ def prepare(
             raise DataInputError(f"conversations: give a window of fewer than {shard_tokens:,} tokens")
         assert tokenizer is not None and given is not None  # `check_choices`
         named = conversations.chat_template
-        template = load_template(base / Path(named).expanduser() if named else None, tokenizer, given.end)
+        file = base / Path(named).expanduser() if named else None
+        template = load_template(file, tokenizer, given.end, given.begin)
     settings = PrepareSettings(
         field=field,
         vocabulary=vocabulary,
@@ -373,6 +388,8 @@ class _MarkedWriter:
         ]
         self.packers = [WindowPacker(self.window, self.run.end_id, w.add) for w in self.writers]
         self.documents, self.trained = [0, 0], [0, 0]
+        self.row = 0
+        """The row of the last piece: a row is a document, however many pieces it gave."""
 
     def write(
         self,
@@ -383,10 +400,12 @@ class _MarkedWriter:
         report: Callable[[str], None],
     ) -> Manifest:
         """Write the shards, and return the manifest. Raises DataInputError."""
-        every = self.settings.validation_every
+        every, split = self.settings.validation_every, 0
         try:
             for piece in self.reader.documents(train):
-                self._add(piece, int(bool(every) and sum(self.documents) % every == every - 1), report)
+                if piece.row != self.row:
+                    split = int(bool(every) and sum(self.documents) % every == every - 1)
+                self._add(piece, split, report)
             check_held_out(every, sum(self.documents))
             for piece in self.reader.documents(held_out):
                 self._add(piece, 1, report)
@@ -400,11 +419,6 @@ class _MarkedWriter:
             for writer in self.writers:
                 writer.close()
         c, (windows, _) = self.counts, [p.windows for p in self.packers]
-        report(
-            f"{sum(self.documents):,} documents, {self.trained[0]:,} trained tokens in {windows:,} windows, "
-            f"{self.documents[1]:,} documents held out; longer than a window: {c.dropped:,} left out, {c.cut:,} cut, "
-            f"{c.split:,} split"
-        )
         chat = chat_spec(self.template, sorted(c.ends), self.tokenizer) if self.template and c.ends else None
         conversations = ConversationData(
             window=self.window,
@@ -413,7 +427,12 @@ class _MarkedWriter:
             dropped=c.dropped,
             cut=c.cut,
             split=c.split,
+            at_answers=c.at_answers,
             chat=chat,
+        )
+        report(
+            f"{sum(self.documents):,} documents, {self.trained[0]:,} trained tokens in {windows:,} windows, "
+            f"{self.documents[1]:,} documents held out; {conversations.fates}"
         )
         counts = [self.window * p.windows for p in self.packers]
         made = zip(shards, self.documents, counts, (0, 0), strict=True)
@@ -422,8 +441,11 @@ class _MarkedWriter:
     def _add(self, piece: MarkedDocument, split: int, report: Callable[[str], None]) -> None:
         self.packers[split].add(piece.tokens)
         self.trained[split] += piece.trained
-        self.documents[split] += piece.last
-        if piece.last and sum(self.documents) % 10_000 == 0:
+        if piece.row == self.row:
+            return
+        self.row = piece.row
+        self.documents[split] += 1
+        if sum(self.documents) % 10_000 == 0:
             report(f"{sum(self.documents):,} documents, {sum(self.trained):,} trained tokens")
 
     def _mix(self, mixed: Sequence[Sequence[DocumentFile]], report: Callable[[str], None]) -> None:

@@ -34,7 +34,7 @@ PLAIN_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<assistant>\\n' }}{% endif %}\n"
 )
-"""A chat template for a base model without one: it needs no special token but the end of a text."""
+"""A chat template for a base model without one: it needs no special token but those around a text."""
 
 CONVERSATIONS = """\
 [data.conversations]
@@ -103,7 +103,7 @@ def run_file_from(
     window = inputs.window if model.positions is None else min(inputs.window, model.positions)
     if adapter is not None:
         model = with_adapter(model, adapter, folder / CONFIG)
-    counted = None if sft is None else _counted(folder, sft, window, tokenizer.end, report)
+    counted = None if sft is None else _counted(folder, sft, window, tokenizer, report)
     if counted is None:
         total = inputs.total_tokens or FINE_TUNING_TOKENS
     else:
@@ -131,7 +131,7 @@ def run_file_from(
     if counted is not None and sft is not None:
         lines |= _conversation_lines(sft, out, counted, made)
     text = fill(made, table, tokenizer.size, note, lines, adapter)
-    template = None if counted is None or counted.own_template else PLAIN_TEMPLATE
+    template = None if counted is None or counted.own_template else _plain_template(tokenizer)
     return DraftRunFile(text, name, model.whole.numel, tokenizer.size, left_out, template)
 
 
@@ -144,19 +144,26 @@ class _Counted:
     own_template: bool
 
 
-def _counted(folder: Path, sft: str, window: int, end: str, report: Callable[[str], None]) -> _Counted:
+def _plain_template(tokenizer: tokens.RunTokenizer) -> str:
+    """Return PLAIN_TEMPLATE, after the token with which the tokenizer itself begins a text, if any."""
+    return "{{ bos_token }}" * bool(tokenizer.begin) + PLAIN_TEMPLATE
+
+
+def _counted(
+    folder: Path, sft: str, window: int, tokenizer: tokens.RunTokenizer, report: Callable[[str], None]
+) -> _Counted:
     """Prepare conversations in a temporary folder, without those that are longer than a window.
 
     Raises DataInputError.
     """
-    own = load_template(None, folder / TOKENIZER, end) is not None
+    own = load_template(None, folder / TOKENIZER, tokenizer.end, tokenizer.begin) is not None
     with tempfile.TemporaryDirectory() as temporary:
         plain = Path(temporary, TEMPLATE)
-        plain.write_text(PLAIN_TEMPLATE)
+        plain.write_text(_plain_template(tokenizer))
         table = ConversationTable(long="drop", chat_template=None if own else str(plain))
         made = prepare(
-            [sft], Path(temporary, "data"), tokenizer=folder / TOKENIZER, end_of_text=end, window=window,
-            conversations=table, report=report,
+            [sft], Path(temporary, "data"), tokenizer=folder / TOKENIZER, end_of_text=tokenizer.end,
+            window=window, conversations=table, report=report,
         )  # fmt: skip
     assert made.manifest.conversations is not None
     return _Counted(made.manifest.conversations, made.manifest.train.documents, own)
@@ -168,8 +175,9 @@ def _conversation_lines(sft: str, out: Path, counted: _Counted, made: RunPlan) -
     share = data.window_tokens / data.window
     long = '# None of these is longer than a window. Default "refuse".\n#long = "refuse"'
     if data.dropped:
+        of = "" if data.at_answers else f" of {data.dropped + counted.documents:,}"  # else a row may lose several
         long = (
-            f"# {data.dropped:,} of {data.dropped + counted.documents:,} are longer than a window of {data.window:,} "
+            f"# {data.dropped:,}{of} are longer than a window of {data.window:,} "
             'tokens. Default "refuse".\nlong = "drop"'
         )
     template = (

@@ -170,8 +170,7 @@ def _counted(run_file: RunFile, prepared: Prepared) -> tuple[int, int, list[str]
     if (packed := manifest.conversations) is not None:
         lines.append(
             f"conversations: {packed.trained:,} trained tokens; a window counts as {packed.window_tokens:,} of its "
-            f"{packed.window:,}; longer than a window: {packed.dropped:,} left out, {packed.cut:,} cut, "
-            f"{packed.split:,} split"
+            f"{packed.window:,}; {packed.fates}"
         )
     lines += data_warnings(run_file, manifest)
     return manifest.vocabulary, packed.window_tokens if packed else run_file.data.window, lines

@@ -100,6 +100,17 @@ class RunTokenizer:
             self.tokenizer.encode_special_tokens = True
 
     @cached_property
+    def begin_id(self) -> int | None:
+        """The token that the tokenizer itself writes before a text, as its model always saw it; None for none."""
+        encoding = self.tokenizer.encode("a")
+        return encoding.ids[0] if encoding.special_tokens_mask[:1] == [1] else None
+
+    @property
+    def begin(self) -> str:
+        """The text of the token `begin_id`, or ""."""
+        return "" if self.begin_id is None else self.tokenizer.id_to_token(self.begin_id) or ""
+
+    @cached_property
     def special_ids(self) -> frozenset[int]:
         """The numbers of the special tokens."""
         added = self.tokenizer.get_added_tokens_decoder()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from coordinator.authoring.chat_template import TEMPLATE
+from coordinator.authoring.chat_template import TEMPLATE, ChatTemplate
 from coordinator.authoring.resolve import ResolvedRun, resolve
 from coordinator.authoring.runfile import load_run
 from coordinator.checkpoints import evaluation_job
@@ -26,7 +26,7 @@ from protocol.ids import Digest, sha256
 from protocol.model import build_model, load_state, parameters_of
 from protocol.spec import parse_spec
 from protocol.state import checkpoint_chunks, state_layout, tensors_from_checkpoint
-from tests.support.chat_world import base_tokenizer, chat, write_rows
+from tests.support.chat_world import BEGIN, base_tokenizer, chat, write_rows
 from tests.support.command_line import cairn, refused
 from tests.support.specs import OWNER
 from tests.support.trainer_world import peer_key
@@ -178,10 +178,10 @@ def test_the_owner_s_prompts_are_answered_and_the_loss_is_of_trained_tokens(taug
     assert "user" in rows[1]["prompt"] and rows[1]["text"].strip() in QUESTIONS.values()
 
 
-def test_a_base_model_without_a_template_gets_a_plain_one(tmp_path: Path):
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_base_model_without_a_template_gets_a_plain_one(tmp_path: Path, begins: bool):
     base_model(tmp_path / "base")
-    config = tmp_path / "base" / "tokenizer_config.json"
-    config.write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    base_tokenizer(tmp_path / "base", None, begins=begins)
     path = init(tmp_path)
     text = path.read_text()
     assert 'chat_template = "chat_template.jinja"' in text and (tmp_path / "chat_template.jinja").is_file()
@@ -192,6 +192,10 @@ def test_a_base_model_without_a_template_gets_a_plain_one(tmp_path: Path):
     marked = run.spec.data.conversations
     assert marked is not None and marked.chat is not None and marked.chat.end_tokens == [0]
     assert run.spec.round.max_update_tokens >= run.spec.inner.batch * marked.window_tokens
+    question = ChatTemplate(marked.chat.template, {**marked.chat.special_tokens}, TEMPLATE).question(
+        [{"role": "user", "content": "the dog?"}]
+    )
+    assert question == BEGIN * begins + "<user>\nthe dog?\n<assistant>\n"
 
 
 def test_bad_conversations_are_named_before_a_run_file_is_written(tmp_path: Path):

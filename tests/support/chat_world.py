@@ -6,17 +6,20 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-END, TURN, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+BEGIN, END, TURN, TURN_END = "<|begin|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
 
-def base_tokenizer(folder: Path, template: str | None = CHATML, vocabulary: int = 300) -> Path:
-    """Write the tokenizer.json and tokenizer_config.json of a base model; return the first."""
+def base_tokenizer(folder: Path, template: str | None = CHATML, vocabulary: int = 300, *, begins: bool = False) -> Path:
+    """Write the tokenizer.json and tokenizer_config.json of a base model; return the first.
+
+    With `begins` the tokenizer writes BEGIN before a text.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
@@ -29,6 +32,12 @@ def base_tokenizer(folder: Path, template: str | None = CHATML, vocabulary: int 
     )
     tokenizer.train_from_iterator(["the quick brown fox says yes and no to the lazy dog"], trainer)
     tokenizer.add_special_tokens([AddedToken(TURN, special=True), AddedToken(TURN_END, special=True)])
+    if begins:
+        number = tokenizer.get_vocab_size()
+        tokenizer.add_special_tokens([AddedToken(BEGIN, special=True)])
+        tokenizer.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
+            single=f"{BEGIN} $A", special_tokens=[(BEGIN, number)]
+        )
     path = folder / "tokenizer.json"
     tokenizer.save(str(path))
     config: dict[str, Any] = {"eos_token": {"content": END}, "tokenizer_class": "PreTrainedTokenizerFast"}

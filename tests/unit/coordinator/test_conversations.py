@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 
 from coordinator.authoring.conversations import ConversationTable
 from coordinator.authoring.errors import DataInputError, RunChangedError
 from coordinator.authoring.prepare import Prepared, prepare
+from coordinator.authoring.tokens import load
 from coordinator.authoring.window_packer import OPEN, WindowPacker
 from protocol.spec import BEGINS, NUMBER, TRAINED, windows_in
-from tests.support.chat_world import CHATML, END, TURN_END, base_tokenizer, chat, write_rows
+from tests.support.chat_world import BEGIN, CHATML, END, TURN, TURN_END, base_tokenizer, chat, write_rows
 
 WINDOW = 64
 
@@ -70,10 +72,74 @@ def test_what_the_assistant_says_is_trained_with_the_token_that_ends_it(tmp_path
     assert marked is not None and marked.chat is not None
     tokenizer = Tokenizer.from_file(str(prepared.folder / "tokenizer.json"))
     assert marked.chat.end_tokens == [tokenizer.token_to_id(TURN_END)] and marked.chat.template == CHATML
-    assert marked.chat.special_tokens == {"eos_token": END}
+    assert marked.chat.special_tokens == {"eos_token": END} and marked.at_answers == 0
     windows = windows_of(prepared)
     assert marked.trained == np.count_nonzero(windows[:, 1:] & TRAINED)
     assert marked.window_tokens == round(marked.trained / len(windows))
+
+
+THINKING = (
+    "{% set ns = namespace(asked=messages|length) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% set parts = m.content.split('</think>\\n\\n') %}"
+    "{% if m.role == 'assistant' and loop.index0 > ns.asked %}"
+    "{{ parts[0] if parts|length > 1 else '<think>\\n\\n' }}{{ '</think>\\n\\n' }}{% endif %}"
+    "{{ parts[-1] + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""As Qwen3's: only answers to the last question keep their thinking, or get an empty one."""
+
+NO_THOUGHT = "<think>\n\n</think>\n\n"
+
+
+def turn(role: str, text: str) -> str:
+    return f"{TURN}{role}\n{text}{TURN_END}\n"
+
+
+@pytest.mark.parametrize("thought", ["", "<think>\nwell\n</think>\n\n"], ids=["plain", "thinking"])
+def test_each_answer_is_a_document_if_the_template_writes_earlier_ones_differently(tmp_path, thought):
+    said: list[str] = []
+    rows = [chat("yes?", f"{thought}no", "why?", "the dog", "so?", system="be brief"), chat("fox?", "lazy")]
+    prepared = made(tmp_path, rows, template=THINKING, window=128, report=said.append)
+    begin, thought = turn("system", "be brief") + turn("user", "yes?"), thought or NO_THOUGHT
+    first, second, third = f"{thought}no", f"{NO_THOUGHT}the dog", f"{NO_THOUGHT}lazy"
+    assert documents_of(prepared) == sorted([
+        (begin + turn("assistant", first), first + TURN_END),
+        (begin + turn("assistant", "no") + turn("user", "why?") + turn("assistant", second), second + TURN_END),
+        (turn("user", "fox?") + turn("assistant", third), third + TURN_END),
+    ])  # fmt: skip
+    marked = prepared.manifest.conversations
+    assert marked is not None and marked.at_answers == 1 and prepared.manifest.train.documents == 2
+    assert marked.trained == np.count_nonzero(windows_of(prepared)[:, 1:] & TRAINED)
+    assert said[-1].startswith("2 documents") and "; 1 conversations were split at their answers" in said[-1]
+
+
+def test_the_answers_of_a_conversation_are_held_out_together(tmp_path):
+    rows = [chat(f"q{i}", "no", "why?", "the dog", "so?", "yes") for i in range(20)]
+    prepared = made(tmp_path, rows, template=THINKING, window=128, validation_every=5)
+    assert [prepared.manifest.train.documents, prepared.manifest.validation.documents] == [16, 4]
+    wanted = {f"q{i}": 3 for i in (4, 9, 14, 19)}
+    held = [whole.partition("user\n")[2].partition(TURN_END)[0] for whole, _ in documents_of(prepared, "validation")]
+    assert Counter(held) == wanted and len(documents_of(prepared)) == 48
+
+
+def test_of_a_conversation_split_at_its_answers_those_that_fit_stay(tmp_path):
+    rows = [chat("yes?", "no", "q" * 60, "the dog")]
+    with pytest.raises(DataInputError, match=r"chats\.jsonl: line 1: 1\d\d tokens, and a window"):
+        made(tmp_path, rows, template=THINKING)
+    prepared = made(tmp_path, rows, template=THINKING, table={"long": "drop"})
+    assert [learnt for _, learnt in documents_of(prepared)] == [f"{NO_THOUGHT}no{TURN_END}"]
+    assert prepared.manifest.conversations is not None and prepared.manifest.conversations.dropped == 1
+
+
+def test_a_template_with_answers_that_cannot_be_asked_for_is_named_with_what_to_do(tmp_path):
+    rows = [chat("yes?", "no", "why?", "the dog")]
+    with pytest.raises(DataInputError, match="line 1: .* writes message 2 .assistant. otherwise .* on: train on the a"):
+        made(tmp_path, rows, template=THINKING, window=128, table={"train_on": ["assistant", "user"]})
+    asks_otherwise = THINKING.replace("prompt %}{{ '<|im_start|>", "prompt %}{{ 'Now: <|im_start|>")
+    base_tokenizer(tmp_path / "base", asks_otherwise)
+    with pytest.raises(DataInputError, match="line 1: .* writes message 2 .assistant. otherwise .* on: name a temp"):
+        made(tmp_path, rows, window=128)
 
 
 def test_the_tokens_are_those_of_transformers(tmp_path):
@@ -132,6 +198,40 @@ def test_plain_text_lies_beside_conversations_and_is_trained_whole(tmp_path):
     for window in windows_of(prepared)[:, :-1]:
         for document in np.split(window, np.flatnonzero(window & BEGINS))[1:]:
             assert not document[0] & TRAINED  # nothing is before it
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_document_begins_once_with_the_token_that_the_tokenizer_writes_first(tmp_path, named):
+    path = base_tokenizer(tmp_path / "base", "{{ bos_token }}" + CHATML, begins=True)
+    if named:
+        config = path.with_name("tokenizer_config.json")
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"bos_token": BEGIN}))
+    text = "the quick brown fox " * 60
+    prepared = made(tmp_path, [{"text": text}, chat("fox?", "lazy"), {"text": "yes"}])
+    conversation = turn("user", "fox?") + turn("assistant", "lazy")
+    found = documents_of(prepared)
+    assert [d for d in found if TURN in d[0]] == [(BEGIN + conversation, "lazy" + TURN_END)]
+    assert (f"{BEGIN}yes{END}", f"yes{END}") in found
+    parts = [(whole, learnt) for whole, learnt in found if TURN not in whole and "yes" not in whole]
+    begun = [(whole, learnt) for whole, learnt in parts if BEGIN in whole]
+    assert len(parts) > 2 and [whole for whole, _ in begun] == [BEGIN + learnt for _, learnt in begun]
+    assert len(begun) == 1 and sum(len(whole) for whole, _ in parts) == len(BEGIN + text + END)
+
+
+def test_a_template_without_a_first_token_gets_none(tmp_path):
+    base_tokenizer(tmp_path / "base", begins=True)
+    [(whole, _)] = documents_of(made(tmp_path, [chat("fox?", "lazy")]))
+    assert whole == turn("user", "fox?") + turn("assistant", "lazy")
+
+
+def test_a_token_that_a_tokenizer_writes_after_a_text_begins_none(tmp_path):
+    path = base_tokenizer(tmp_path / "base")
+    assert load(path, END).begin_id is None
+    tokenizer = Tokenizer.from_file(str(path))
+    ends = processors.TemplateProcessing(single=f"$A {END}", special_tokens=[(END, 0)])
+    tokenizer.post_processor = ends  # type: ignore[assignment]
+    tokenizer.save(str(path))
+    assert load(path, END).begin_id is None
 
 
 def test_no_conversation_is_cut_and_no_window_is_without_a_trained_token(tmp_path):
