@@ -111,7 +111,10 @@ def run_file_from(
         # The plan is of what is computed: whole windows.
         total = round(asked * window / counted.data.window_tokens)
     frozen = {"frozen": model.frozen, "frozen_bytes": model.frozen_bytes}
-    made = plan(replace(inputs, model=model.layout, window=window, total_tokens=total, **frozen))
+    planned = replace(
+        inputs, model=model.layout, window=window, total_tokens=total, conversations=counted is not None, **frozen
+    )
+    made = plan(planned)
     table = model.table | {k: v for k in FROM_TOKENIZER if isinstance(v := given.get(k), int | list)}
     note = f"From {ascii(folder.name)}: it must stay the config of run.weights."
     if left_out:

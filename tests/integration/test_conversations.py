@@ -221,6 +221,15 @@ def test_a_refused_run_file_leaves_no_template_and_a_template_that_is_there_serv
     assert not (tmp_path / "third.toml").exists()
 
 
+def test_init_writes_what_was_measured_best_for_fine_tuning(tmp_path: Path):
+    base_model(tmp_path / "base")
+    path = init(tmp_path)
+    whole = load_run(path)
+    assert (whole.inner.optimizer, whole.outer.optimizer, whole.outer.lr) == ("muon", "plain", 1.8)
+    adapted = load_run(init(tmp_path, "--adapter", "4", "--force"))
+    assert adapted.inner.optimizer == "adamw" and adapted.outer == whole.outer
+
+
 def test_prepared_conversations_keep_their_window(tmp_path: Path):
     base_model(tmp_path / "base")
     path = init(tmp_path)
