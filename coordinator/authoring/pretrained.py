@@ -38,8 +38,8 @@ PLAIN_TEMPLATE = (
 
 CONVERSATIONS = """\
 [data.conversations]
-# Each row has messages (role and content), prompt and completion, or text. All numbers of tokens in this file are of
-# trained ones: here {trained:,} in a pass; a window counts as {window_tokens:,} of its {window:,}.
+# Each row has messages (role and content), prompt and completion, or text. [run], [inner] and [round] count trained
+# tokens: here {trained:,} in a pass; a window counts as {window_tokens:,} of its {window:,}.
 {template}
 # The roles whose messages are trained. Default ["assistant"].
 #train_on = ["assistant"]
@@ -192,7 +192,9 @@ def _conversation_lines(sft: str, out: Path, counted: _Counted, made: RunPlan) -
         "conversations": CONVERSATIONS.format(
             trained=data.trained, window_tokens=data.window_tokens, window=data.window, long=long, template=template
         ),
+        "tokens_a_parameter": f"{made.inputs.total * share / made.inputs.parameters:.3g}",
         "total_tokens": f"{round(made.inputs.total * share):_}",
+        "window_tokens": f"{data.window_tokens}",
         "warmup_tokens": f"{round(made.warmup_tokens * share):_}",
         "target_tokens": f"{target:_}",
         "max_update_tokens": f"{max(2 * target, 4 * made.inputs.windows * data.window):_}",

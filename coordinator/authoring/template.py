@@ -59,6 +59,7 @@ def fill(
         model=_lines(model),
         adapter="" if adapter is None else "\n" + ADAPTER.format(_lines(adapter.model_dump())),
         window=q.window,
+        window_tokens=q.window,
         validation_every=VALIDATION_EVERY,
         batch=q.windows,
         warmup=f"{measurements.WARMUP:.0%}",
