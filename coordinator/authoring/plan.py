@@ -301,8 +301,8 @@ def _refusal(q: PlanInputs, c: Cost) -> PlanError | None:
     if target > q.total:
         return PlanError(
             "total_tokens" if q.total_tokens is not None or q.batch is None else "batch",
-            f"one round of {steps} inner steps has {target:,} tokens, more than the run's {q.total:,}: take smaller "
-            "batches or windows, or more tokens",
+            f"one round of {steps} inner steps has {target:,} tokens, more than the run's {q.total:,}: take fewer "
+            "peers, smaller batches or windows, or more tokens",
         )
     if c.training_seconds * 3 > WEEK:
         return PlanError(
@@ -382,14 +382,27 @@ def _lr(parameters: int, measured: tuple[int, float]) -> float:
     return float(f"{min(2e-2, max(1e-5, lr * (parameters / at) ** measurements.LR_POWER)):.1e}")
 
 
+def rounds_caution(rounds: int) -> str:
+    """Return a warning if a run has few rounds, else ""."""
+    if rounds >= FEW_ROUNDS:
+        return ""
+    return (
+        f"only {rounds} rounds: the fewer, the less peers learn from each other ({measurements.FINE_TUNING}); take "
+        "more tokens or smaller rounds (fewer peers, a smaller batch)"
+    )
+
+
 def _cautions(q: PlanInputs, cost: Cost, rounds: int) -> Iterator[str]:
     """Yield warnings about this plan, one sentence each."""
     if cost.exchange_seconds > cost.training_seconds:
         yield "an exchange takes longer than a round's training: the links, not the GPUs, set the pace"
-    if rounds < FEW_ROUNDS:
-        yield f"only {rounds} rounds: too few for peers to learn from each other; take more tokens or a smaller batch"
+    if caution := rounds_caution(rounds):
+        yield caution
     if q.tokens_per_second is None and q.parameters + q.frozen < 100_000_000:
-        yield f"so small a model does not keep a GPU at {ASSUMED_UTILISATION:.0%}: measure, and give a peer's speed"
+        yield (
+            f"so small a model does not keep a GPU at {ASSUMED_UTILISATION:.0%}: measure, and give a peer's speed to "
+            "`cairn run plan`"
+        )
     if q.relays and q.downlink is None:
         yield "relays relieve the uplink only: the downlink, assumed to be no faster, still sets the time"
     if q.frozen:

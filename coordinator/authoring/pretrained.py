@@ -9,6 +9,7 @@ import json
 import os
 import re
 import tempfile
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from coordinator.authoring.chat_template import TEMPLATE, load_template
 from coordinator.authoring.conversations import ConversationTable
 from coordinator.authoring.errors import DataInputError
 from coordinator.authoring.model_config import FROM_TOKENIZER, ModelFileError, model_of, with_adapter
-from coordinator.authoring.plan import FINE_TUNING_TOKENS, PlanInputs, RunPlan, plan
+from coordinator.authoring.plan import FINE_TUNING_TOKENS, PlanError, PlanInputs, RunPlan, plan
 from coordinator.authoring.prepare import ConversationData, prepare
 from coordinator.authoring.template import VALIDATION_EVERY, fill
 from coordinator.authoring.weights import CONFIG, WeightsError, check, read_headers
@@ -68,6 +69,8 @@ class DraftRunFile:
     left_out: tuple[str, ...]
     template: str | None = None
     """The chat template to write beside it as `TEMPLATE`, if the model's folder has none."""
+    cautions: tuple[str, ...] = ()
+    """The plan's warnings, one sentence each."""
 
 
 def run_file_from(
@@ -114,7 +117,7 @@ def run_file_from(
     planned = replace(
         inputs, model=model.layout, window=window, total_tokens=total, conversations=counted is not None, **frozen
     )
-    made = plan(planned)
+    made = plan(planned) if counted is None else _plan_of(planned, counted)
     table = model.table | {k: v for k in FROM_TOKENIZER if isinstance(v := given.get(k), int | list)}
     note = f"From {ascii(folder.name)}: it must stay the config of run.weights."
     if left_out:
@@ -135,7 +138,7 @@ def run_file_from(
         lines |= _conversation_lines(sft, out, counted, made)
     text = fill(made, table, tokenizer.size, note, lines, adapter)
     template = None if counted is None or counted.own_template else PLAIN_TEMPLATE
-    return DraftRunFile(text, name, model.whole.numel, tokenizer.size, left_out, template)
+    return DraftRunFile(text, name, model.whole.numel, tokenizer.size, left_out, template, made.cautions)
 
 
 @dataclass(frozen=True)
@@ -163,6 +166,33 @@ def _counted(folder: Path, sft: str, window: int, end: str, report: Callable[[st
         )  # fmt: skip
     assert made.manifest.conversations is not None
     return _Counted(made.manifest.conversations, made.manifest.train.documents, own)
+
+
+def _plan_of(inputs: PlanInputs, counted: _Counted) -> RunPlan:
+    """Return the plan of a run with these conversations. Raises PlanError with a remedy for too few of them."""
+    try:
+        return plan(inputs)
+    except PlanError as e:
+        if e.field != "total_tokens":
+            raise
+    data = counted.data
+    tokens = round(inputs.total * data.window_tokens / data.window)
+    few = (
+        f"{tokens:,} trained tokens ({tokens / data.trained:.2g} passes over {counted.documents:,} conversations) are "
+        f"fewer than one round of {inputs.peers} peers has: take "
+    )
+    most = 1 + bisect_left(range(2, inputs.peers), True, key=lambda peers: _is_refused(replace(inputs, peers=peers)))
+    if most < 2:
+        raise PlanError("sft", f"{few}more conversations, a larger --total-tokens or a smaller --window")
+    raise PlanError("peers", f"{few}--peers {most}, or more conversations, or a larger --total-tokens")
+
+
+def _is_refused(inputs: PlanInputs) -> bool:
+    try:
+        plan(inputs)
+    except PlanError:
+        return True
+    return False
 
 
 def _conversation_lines(sft: str, out: Path, counted: _Counted, made: RunPlan) -> dict[str, str]:

@@ -233,6 +233,24 @@ def test_init_writes_what_was_measured_best_for_fine_tuning(tmp_path: Path):
     assert adapted.inner.optimizer == "adamw" and adapted.outer == whole.outer
 
 
+def test_too_few_conversations_are_refused_with_the_peers_that_fit_and_few_rounds_are_a_note(tmp_path: Path):
+    base_model(tmp_path / "base")
+    path, rows = tmp_path / "run.toml", [chat(q, a) for q, a in QUESTIONS.items()]
+    small = ("--window", str(WINDOW), "--out", path)
+    asked = ("run", "init", "--from", tmp_path / "base", "--sft", tmp_path / "chats.jsonl", *small, "--peers")
+    write_rows(tmp_path / "chats.jsonl", rows * 100)
+    said = refused(*asked, "64")
+    few = r"\(3 passes over 400 conversations\) are fewer than one round of 64 peers has: take --peers (\d+), or more"
+    assert (fitting := re.search(few, said)) and "Invalid value for --peers:" in said, said
+    refused(*asked, str(int(fitting[1]) + 1))
+    done = cairn(*asked, fitting[1])
+    assert done.returncode == 0 and re.search(r"note    only [12] rounds: the fewer, ", done.stdout), done.stderr
+    assert re.search(r"warning: only [12] rounds: the fewer, ", cairn("run", "validate", path).stdout)
+    write_rows(tmp_path / "chats.jsonl", rows)
+    said = refused(*asked, "2", "--force")
+    assert "Invalid value for --sft:" in said and "take more conversations, a larger --total-tokens" in said
+
+
 def test_prepared_conversations_keep_their_window(tmp_path: Path):
     base_model(tmp_path / "base")
     path = init(tmp_path)
