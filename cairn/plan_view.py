@@ -77,8 +77,10 @@ def _choices(p: RunPlan) -> Iterator[tuple[str, ...]]:
     q, m, c = p.inputs, p.setting, p.cost
     measured = f"measured: {measurements.SOURCE}"
     rule = f"the least with an exchange of up to {q.share:.0%} of a round" if p.fits else "the nearest to fitting"
-    yield "inner.optimizer", f"{measurements.INNER.value}", f"{measurements.INNER.why} ({measured})"
-    yield "codec.kind", m.codec.kind, f"with H a final loss {c.loss:.4g} x data-parallel's, {rule} ({measured})"
+    tuned = f"measured: {measurements.FINE_TUNING}"
+    yield "inner.optimizer", f"{p.inner.value}", f"{p.inner.why} ({tuned if q.frozen else measured})"
+    of_loss = f"measured: {p.source}"
+    yield "codec.kind", m.codec.kind, f"with H a final loss {c.loss:.4g} x data-parallel's, {rule} ({of_loss})"
     if m.codec.kind == "sparse":
         yield "codec.k", f"{m.codec.k}", "coordinates of each 4096"
     yield (
@@ -92,12 +94,16 @@ def _choices(p: RunPlan) -> Iterator[tuple[str, ...]]:
         f"H {m.inner_steps} x {q.peers} peers x {q.windows} windows x {q.window} tokens",
     )
     yield "codec.beta", f"{m.codec.beta:g}", f"{measurements.BETA_WHY} ({measured})"
-    if m.outer.optimizer == "nesterov":
-        yield "outer.optimizer", m.outer.optimizer, f"{measurements.OUTER_WHY} ({measured})"
-        yield "outer.momentum", f"{m.outer.momentum:g}", "everyone holds it: 4 more bytes a parameter, also to fetch"
-    yield "outer.lr", f"{m.outer.lr:g}", "0.5 of momentum goes as far as a rate of 2 without"
-    source = "" if q.frozen else ", from the model's size"
-    yield "inner.lr", f"{p.lr:g}", f"a start{source}: try half and double of it on a small scale"
+    if p.outer.optimizer == "nesterov":
+        yield "outer.optimizer", p.outer.optimizer, f"{measurements.OUTER_WHY} ({measured})"
+        yield "outer.momentum", f"{p.outer.momentum:g}", "everyone holds it: 4 more bytes a parameter, also to fetch"
+        yield "outer.lr", f"{p.outer.lr:g}", "0.5 of momentum goes as far as a rate of 2 without"
+    elif m.codec.kind == "sign":
+        yield "outer.optimizer", p.outer.optimizer, f"{measurements.PLAIN_WHY} ({tuned})"
+        yield "outer.lr", f"{p.outer.lr:g}", f"the best plain rate of those that were tried ({measured})"
+    else:
+        yield "outer.lr", f"{p.outer.lr:g}", "the whole mean change"
+    yield "inner.lr", f"{p.lr:g}", "a start, from the model's size: try half and double of it on a small scale"
     halved = f"at most {MOST_BATCH}, halved until the run has {LEAST_STEPS:,} inner steps"
     yield "inner.batch", f"{q.windows}", halved if q.batch is None else "as given"
     yield "warmup_tokens", f"{p.warmup_tokens:_}", f"{measurements.WARMUP:.0%} of the run, then a cosine to a tenth"

@@ -131,6 +131,8 @@ def init(
         click.echo(f"note    left out of [model], for transformers does not know them: {', '.join(draft.left_out)}")
     if draft.template is not None:
         click.echo(f"note    the model has no chat template: a plain one is in {out.with_name(TEMPLATE)}")
+    for caution in draft.cautions:
+        click.echo(f"note    {caution}")
     first = ": name your documents in its [data], then:" if sft is None else ". Then:"
     click.echo(f"{out} is written ({draft.name}){first}")
     click.echo(f"    cairn run validate {out}")

@@ -13,12 +13,12 @@ from functools import cached_property
 
 from coordinator.authoring import measurements
 from coordinator.authoring.errors import AuthoringError
-from coordinator.authoring.measurements import MeasuredSetting
+from coordinator.authoring.measurements import Choice, MeasuredSetting
 from protocol.codec import make_codec
 from protocol.layout import BLOCK, MAX_NUMEL, Layout
 from protocol.ledger.credits import CreditRule
 from protocol.messages import MAX_CONTRIBUTORS
-from protocol.spec import CodecSpec, CreditSpec, RoundSpec
+from protocol.spec import CodecSpec, CreditSpec, OuterSpec, RoundSpec
 
 BF16 = 2
 """Bytes of one gradient value in data-parallel training."""
@@ -37,8 +37,6 @@ Large batches save exchanges; too large ones waste tokens."""
 FEW_ROUNDS = 50
 MAX_TOKENS = 10**14
 """Maximum tokens of a run: twice the largest round still fits into a spec's integers."""
-ADAPTER_LR = 2e-3
-"""Peak rate for an adapter: the start of a search, not measured."""
 WEEK = 7 * 86_400
 """Seconds of a week, the longest timer that a spec may hold."""
 
@@ -79,6 +77,8 @@ class PlanInputs:
     """Maximum duration of an exchange, as a share of a round's training time, if nothing overlapped."""
     relays: bool = False
     """Well-connected members pass updates on, so that a peer sends its own about once."""
+    conversations: bool = False
+    """The run teaches a trained model from conversations."""
 
     def __post_init__(self):
         _within("parameters", self.parameters, 1, MAX_NUMEL)
@@ -220,6 +220,28 @@ class RunPlan:
         return self.cost.setting
 
     @property
+    def inner(self) -> Choice:
+        """The inner optimizer."""
+        return measurements.ADAPTER_INNER if self.inputs.frozen else measurements.INNER
+
+    @property
+    def outer(self) -> OuterSpec:
+        """The outer step to write. With signs it may be another than the setting was measured with."""
+        if self.setting.codec.kind != "sign":
+            return self.setting.outer
+        fine_tuning = self.inputs.frozen or self.inputs.conversations
+        return measurements.PLAIN if fine_tuning else measurements.NESTEROV
+
+    @property
+    def source(self) -> str:
+        """The page that has the setting's loss, and the outer step of that loss if it is not the plan's."""
+        measured = self.setting.outer
+        if measured == self.outer:
+            return measurements.SOURCE
+        momentum = f" and momentum {measured.momentum:g}" if measured.optimizer == "nesterov" else ""
+        return f"{measurements.SOURCE}, with outer rate {measured.lr:g}{momentum}"
+
+    @property
     def up_bytes(self) -> int:
         """Bytes that one peer sends in a round."""
         return self.inputs.copies * self.cost.update_bytes
@@ -265,7 +287,7 @@ def plan(inputs: PlanInputs, measured: Sequence[MeasuredSetting] = measurements.
         rounds=rounds,
         timers=_timers(q, best),
         max_members=max(RoundSpec.model_fields["max_members"].default, min(MAX_CONTRIBUTORS, 2 * q.peers)),
-        lr=ADAPTER_LR if q.frozen else _lr(q.parameters),
+        lr=_lr(q.frozen, measurements.ADAPTER_LR_AT) if q.frozen else _lr(q.parameters, measurements.LR_AT),
         warmup_tokens=round(measurements.WARMUP * q.total),
         better=min(better, key=lambda c: (c.uplink_needed, c.setting.loss), default=None),
         most_peers=_most_peers(q, best) if fitting else None,
@@ -279,8 +301,8 @@ def _refusal(q: PlanInputs, c: Cost) -> PlanError | None:
     if target > q.total:
         return PlanError(
             "total_tokens" if q.total_tokens is not None or q.batch is None else "batch",
-            f"one round of {steps} inner steps has {target:,} tokens, more than the run's {q.total:,}: take smaller "
-            "batches or windows, or more tokens",
+            f"one round of {steps} inner steps has {target:,} tokens, more than the run's {q.total:,}: take fewer "
+            "peers, smaller batches or windows, or more tokens",
         )
     if c.training_seconds * 3 > WEEK:
         return PlanError(
@@ -354,24 +376,37 @@ def _seconds(least: float) -> int:
     return min(WEEK, math.ceil(least / step) * step)
 
 
-def _lr(parameters: int) -> float:
-    """Return the first peak rate of a search, with two digits."""
-    at, lr = measurements.LR_AT
+def _lr(parameters: int, measured: tuple[int, float]) -> float:
+    """Return the first peak rate of a search, with two digits, from that of a measured number of parameters."""
+    at, lr = measured
     return float(f"{min(2e-2, max(1e-5, lr * (parameters / at) ** measurements.LR_POWER)):.1e}")
+
+
+def rounds_caution(rounds: int) -> str:
+    """Return a warning if a run has few rounds, else ""."""
+    if rounds >= FEW_ROUNDS:
+        return ""
+    return (
+        f"only {rounds} rounds: the fewer, the less peers learn from each other ({measurements.FINE_TUNING}); take "
+        "more tokens or smaller rounds (fewer peers, a smaller batch)"
+    )
 
 
 def _cautions(q: PlanInputs, cost: Cost, rounds: int) -> Iterator[str]:
     """Yield warnings about this plan, one sentence each."""
     if cost.exchange_seconds > cost.training_seconds:
         yield "an exchange takes longer than a round's training: the links, not the GPUs, set the pace"
-    if rounds < FEW_ROUNDS:
-        yield f"only {rounds} rounds: too few for peers to learn from each other; take more tokens or a smaller batch"
+    if caution := rounds_caution(rounds):
+        yield caution
     if q.tokens_per_second is None and q.parameters + q.frozen < 100_000_000:
-        yield f"so small a model does not keep a GPU at {ASSUMED_UTILISATION:.0%}: measure, and give a peer's speed"
+        yield (
+            f"so small a model does not keep a GPU at {ASSUMED_UTILISATION:.0%}: measure, and give a peer's speed to "
+            "`cairn run plan`"
+        )
     if q.relays and q.downlink is None:
         yield "relays relieve the uplink only: the downlink, assumed to be no faster, still sets the time"
     if q.frozen:
-        yield "losses were measured for the training of whole models: no result for adapters is recorded yet"
+        yield f"the planned loss is of a whole model that begins untrained: of adapters see {measurements.FINE_TUNING}"
     elif q.parameters > 10 * measurements.LARGEST_MEASURED:
         yield (
             f"losses were measured on models of up to {measurements.LARGEST_MEASURED / 1e6:.2g} million parameters: "

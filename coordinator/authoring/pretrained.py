@@ -9,6 +9,7 @@ import json
 import os
 import re
 import tempfile
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from coordinator.authoring.chat_template import TEMPLATE, load_template
 from coordinator.authoring.conversations import ConversationTable
 from coordinator.authoring.errors import DataInputError
 from coordinator.authoring.model_config import FROM_TOKENIZER, ModelFileError, model_of, with_adapter
-from coordinator.authoring.plan import FINE_TUNING_TOKENS, PlanInputs, RunPlan, plan
+from coordinator.authoring.plan import FINE_TUNING_TOKENS, PlanError, PlanInputs, RunPlan, plan
 from coordinator.authoring.prepare import ConversationData, prepare
 from coordinator.authoring.template import VALIDATION_EVERY, fill
 from coordinator.authoring.weights import CONFIG, WeightsError, check, read_headers
@@ -38,8 +39,8 @@ PLAIN_TEMPLATE = (
 
 CONVERSATIONS = """\
 [data.conversations]
-# Each row has messages (role and content), prompt and completion, or text. All numbers of tokens in this file are of
-# trained ones: here {trained:,} in a pass; a window counts as {window_tokens:,} of its {window:,}.
+# Each row has messages (role and content), prompt and completion, or text. [run], [inner] and [round] count trained
+# tokens: here {trained:,} in a pass; a window counts as {window_tokens:,} of its {window:,}.
 {template}
 # The roles whose messages are trained. Default ["assistant"].
 #train_on = ["assistant"]
@@ -68,6 +69,8 @@ class DraftRunFile:
     left_out: tuple[str, ...]
     template: str | None = None
     """The chat template to write beside it as `TEMPLATE`, if the model's folder has none."""
+    cautions: tuple[str, ...] = ()
+    """The plan's warnings, one sentence each."""
 
 
 def run_file_from(
@@ -111,7 +114,10 @@ def run_file_from(
         # The plan is of what is computed: whole windows.
         total = round(asked * window / counted.data.window_tokens)
     frozen = {"frozen": model.frozen, "frozen_bytes": model.frozen_bytes}
-    made = plan(replace(inputs, model=model.layout, window=window, total_tokens=total, **frozen))
+    planned = replace(
+        inputs, model=model.layout, window=window, total_tokens=total, conversations=counted is not None, **frozen
+    )
+    made = plan(planned) if counted is None else _plan_of(planned, counted)
     table = model.table | {k: v for k in FROM_TOKENIZER if isinstance(v := given.get(k), int | list)}
     note = f"From {ascii(folder.name)}: it must stay the config of run.weights."
     if left_out:
@@ -132,7 +138,7 @@ def run_file_from(
         lines |= _conversation_lines(sft, out, counted, made)
     text = fill(made, table, tokenizer.size, note, lines, adapter)
     template = None if counted is None or counted.own_template else _plain_template(tokenizer)
-    return DraftRunFile(text, name, model.whole.numel, tokenizer.size, left_out, template)
+    return DraftRunFile(text, name, model.whole.numel, tokenizer.size, left_out, template, made.cautions)
 
 
 @dataclass(frozen=True)
@@ -169,6 +175,33 @@ def _counted(
     return _Counted(made.manifest.conversations, made.manifest.train.documents, own)
 
 
+def _plan_of(inputs: PlanInputs, counted: _Counted) -> RunPlan:
+    """Return the plan of a run with these conversations. Raises PlanError with a remedy for too few of them."""
+    try:
+        return plan(inputs)
+    except PlanError as e:
+        if e.field != "total_tokens":
+            raise
+    data = counted.data
+    tokens = round(inputs.total * data.window_tokens / data.window)
+    few = (
+        f"{tokens:,} trained tokens ({tokens / data.trained:.2g} passes over {counted.documents:,} conversations) are "
+        f"fewer than one round of {inputs.peers} peers has: take "
+    )
+    most = 1 + bisect_left(range(2, inputs.peers), True, key=lambda peers: _is_refused(replace(inputs, peers=peers)))
+    if most < 2:
+        raise PlanError("sft", f"{few}more conversations, a larger --total-tokens or a smaller --window")
+    raise PlanError("peers", f"{few}--peers {most}, or more conversations, or a larger --total-tokens")
+
+
+def _is_refused(inputs: PlanInputs) -> bool:
+    try:
+        plan(inputs)
+    except PlanError:
+        return True
+    return False
+
+
 def _conversation_lines(sft: str, out: Path, counted: _Counted, made: RunPlan) -> dict[str, str]:
     """Return the lines of a run.toml that differ for conversations. Its tokens are trained ones."""
     data = counted.data
@@ -197,7 +230,9 @@ def _conversation_lines(sft: str, out: Path, counted: _Counted, made: RunPlan) -
         "conversations": CONVERSATIONS.format(
             trained=data.trained, window_tokens=data.window_tokens, window=data.window, long=long, template=template
         ),
+        "tokens_a_parameter": f"{made.inputs.total * share / made.inputs.parameters:.3g}",
         "total_tokens": f"{round(made.inputs.total * share):_}",
+        "window_tokens": f"{data.window_tokens}",
         "warmup_tokens": f"{round(made.warmup_tokens * share):_}",
         "target_tokens": f"{target:_}",
         "max_update_tokens": f"{max(2 * target, 4 * made.inputs.windows * data.window):_}",

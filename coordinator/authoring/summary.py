@@ -20,6 +20,7 @@ from coordinator.authoring.data_check import (
 from coordinator.authoring.documents import DocumentFile, read_documents
 from coordinator.authoring.errors import DataInputError
 from coordinator.authoring.memory import training_memory
+from coordinator.authoring.plan import rounds_caution
 from coordinator.authoring.prepare import Prepared, check_held_out, find_documents
 from coordinator.authoring.resolve import RunModel, check_weights, model_of, prepare_data
 from coordinator.authoring.runfile import REPLAYABLE_HOLD_ROUNDS, RunFile, kept_checkpoints, load_run
@@ -103,6 +104,8 @@ def validate(path: Path) -> list[str]:
     if run_file.run.total_tokens:
         rounds = math.ceil(run_file.run.total_tokens / round_.target_tokens)
         lines.append(f"length: {run_file.run.total_tokens:,} tokens, about {rounds:,} rounds")
+        if caution := rounds_caution(rounds):
+            lines.append(f"warning: {caution}")
     else:
         lines.append("length: without end (run.total_tokens is 0)")
     return [*lines, f"admission {cost_to_attackers(run_file.admission)}"]

@@ -48,7 +48,7 @@ def fill(
         "lr": f"lr = {plan.lr}",
     }
     q, cost = plan.inputs, plan.cost
-    codec, outer = plan.setting.codec, plan.setting.outer
+    codec, outer = plan.setting.codec, plan.outer
     planned = dict(
         peers=q.peers,
         uplink=f"{q.uplink:g}",
@@ -59,17 +59,18 @@ def fill(
         model=_lines(model),
         adapter="" if adapter is None else "\n" + ADAPTER.format(_lines(adapter.model_dump())),
         window=q.window,
+        window_tokens=q.window,
         validation_every=VALIDATION_EVERY,
         batch=q.windows,
         warmup=f"{measurements.WARMUP:.0%}",
         warmup_tokens=f"{plan.warmup_tokens:_}",
         min_ratio=measurements.MIN_RATIO,
-        inner=measurements.INNER.value,
+        inner=plan.inner.value,
         kind=codec.kind,
         update=f"{cost.update_bytes:,} bytes",
         inner_steps=plan.setting.inner_steps,
         loss=f"{plan.setting.loss:g}",
-        measured=measurements.SOURCE,
+        measured=plan.source,
         k_line=f"k = {codec.k}" if codec.kind == "sparse" else "#k = 64",
         beta=codec.beta,
         outer_optimizer=outer.optimizer,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -223,6 +224,35 @@ def test_a_refused_run_file_leaves_no_template_and_a_template_that_is_there_serv
     (tmp_path / TEMPLATE).write_text("mine")
     assert f"{TEMPLATE}: is there already" in refused(*asked, tmp_path / "third.toml")
     assert not (tmp_path / "third.toml").exists()
+
+
+def test_init_writes_what_was_measured_best_for_fine_tuning(tmp_path: Path):
+    base_model(tmp_path / "base")
+    path = init(tmp_path)
+    whole = load_run(path)
+    assert (whole.inner.optimizer, whole.outer.optimizer, whole.outer.lr) == ("muon", "plain", 1.8)
+    planned = re.search(r"# Planned: (\d+) inner steps x (\d+) peers x (\d+) windows x (\d+) tokens", path.read_text())
+    assert planned and math.prod(map(int, planned.groups())) == whole.round.target_tokens, "not of trained tokens"
+    adapted = load_run(init(tmp_path, "--adapter", "4", "--force"))
+    assert adapted.inner.optimizer == "adamw" and adapted.outer == whole.outer
+
+
+def test_too_few_conversations_are_refused_with_the_peers_that_fit_and_few_rounds_are_a_note(tmp_path: Path):
+    base_model(tmp_path / "base")
+    path, rows = tmp_path / "run.toml", [chat(q, a) for q, a in QUESTIONS.items()]
+    small = ("--window", str(WINDOW), "--out", path)
+    asked = ("run", "init", "--from", tmp_path / "base", "--sft", tmp_path / "chats.jsonl", *small, "--peers")
+    write_rows(tmp_path / "chats.jsonl", rows * 100)
+    said = refused(*asked, "64")
+    few = r"\(3 passes over 400 conversations\) are fewer than one round of 64 peers has: take --peers (\d+), or more"
+    assert (fitting := re.search(few, said)) and "Invalid value for --peers:" in said, said
+    refused(*asked, str(int(fitting[1]) + 1))
+    done = cairn(*asked, fitting[1])
+    assert done.returncode == 0 and re.search(r"note    only [12] rounds: the fewer, ", done.stdout), done.stderr
+    assert re.search(r"warning: only [12] rounds: the fewer, ", cairn("run", "validate", path).stdout)
+    write_rows(tmp_path / "chats.jsonl", rows)
+    said = refused(*asked, "2", "--force")
+    assert "Invalid value for --sft:" in said and "take more conversations, a larger --total-tokens" in said
 
 
 def test_prepared_conversations_keep_their_window(tmp_path: Path):

@@ -333,7 +333,14 @@ def test_many_passes_over_the_text_are_a_warning_when_the_run_is_planned_and_whe
     said.clear()
     resolve(load_run(path), tmp_path / "work", OWNER, said.append)
     assert not said
-    assert "warning" not in "\n".join(validate(write((r"total_tokens = 100_000", f"total_tokens = {4 * tokens}"))))
+    few = validate(write((r"total_tokens = 100_000", f"total_tokens = {4 * tokens}")))
+    assert "tokens planned on" not in "\n".join(few)
+
+
+def test_few_rounds_are_a_warning(write):
+    few = validate(write((r"total_tokens = 100_000", "total_tokens = 10_000")))
+    assert [line for line in few if line.startswith("warning: only 10 rounds: ")]
+    assert "warning: only" not in "\n".join(validate(write()))
 
 
 def test_special_tokens_spelled_out_are_one_warning_also_of_a_corpus_that_is_only_sampled(write, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import re
+import statistics
 from pathlib import Path
 from typing import get_args
 
@@ -29,7 +30,7 @@ from coordinator.authoring.model_config import (
     read_model,
 )
 from coordinator.authoring.plan import FINE_TUNING_TOKENS, PlanError, PlanInputs, RunPlan, plan
-from coordinator.authoring.runfile import RunFile, load_run
+from coordinator.authoring.runfile import SIGN_OUTER, SIGN_PLAIN_LR, RunFile, load_run
 from coordinator.authoring.template import fill
 from coordinator.authoring.toml_file import tomllib
 from peer.units import byte_size
@@ -37,7 +38,7 @@ from protocol.codec import make_codec
 from protocol.errors import CairnError
 from protocol.layout import BLOCK, Layout
 from protocol.model import build_model, model_layout, plain_config
-from protocol.spec import CodecSpec
+from protocol.spec import CodecSpec, OuterSpec
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / "examples" / "sotu.toml"
@@ -225,7 +226,68 @@ def test_each_finding_is_one_that_a_run_can_have():
 
 
 def test_findings_have_their_source_in_the_project():
-    assert (ROOT / measurements.SOURCE).exists()
+    assert (ROOT / measurements.SOURCE).exists() and (ROOT / measurements.FINE_TUNING).exists()
+
+
+ROWS = {
+    "sign, H 9": ("rounds", "H 9"),
+    "sign, H 18": ("rounds", "H 18"),
+    "sign, H 36": ("main", "Cairn sign, Muon, H 36, Nesterov 0.5"),
+    "sign, H 54": ("main", "Cairn sign, Muon, H 54, outer rate 1.4"),
+    "sign, H 72": ("rounds", "H 72"),
+    "sparse k 256, H 17": ("main", "Cairn sparse k 256, Muon, H 17"),
+    "sparse k 64, H 10": ("sparse", "the 64 largest, H 10, beta 0.7"),
+    "sparse k 64, H 36": ("sparse", "the 64 largest, H 36, beta 0.7"),
+}
+"""The row of docs/results/convergence.json that records a setting: its table and label."""
+
+
+@pytest.mark.parametrize("m", MEASURED, ids=str)
+def test_each_finding_is_recorded_with_its_outer_step(m: MeasuredSetting):
+    found = json.loads((ROOT / "docs/results/convergence.json").read_text())
+    table, label = ROWS[str(m)]
+    (row,) = [r for r in found[table] if r["label"] == label]
+    (alone,) = [r["losses"] for r in found["main"] if r["label"] == "data-parallel Muon, bf16"]
+    options = row["options"]
+    assert (options["inner"], options["h"], options["beta"]) == ("muon", m.inner_steps, m.codec.beta)
+    assert m.codec.kind == "sign" or options["k"] == m.codec.k
+    assert OuterSpec(**options.get("outer") or {"lr": options.get("outer_lr", 1.0)}) == m.outer
+    assert f"{statistics.fmean(loss / alone[seed] for seed, loss in row['losses'].items()):.3f}" == f"{m.loss:.3f}"
+
+
+def test_what_is_written_for_fine_tuning_has_the_least_loss_that_is_recorded():
+    found = json.loads((ROOT / "docs/results/finetune.json").read_text())
+
+    def best(*row: str) -> tuple[float, float]:
+        """Return the best rate of the first seed, and the mean loss with it."""
+        runs = [r for r in found["runs"] if (r["what"], r["way"], r["optimizer"]) == row]
+        runs = [r for r in runs if r["steps"] == found["setting"]["steps"]]
+        rate = min((r for r in runs if r["seed"] == found["seeds"][0]), key=lambda r: r["loss"])["lr"]
+        return rate, statistics.fmean(r["loss"] for r in runs if r["lr"] == rate)
+
+    (rate, adamw), (_, muon) = best("adapter", "together", "adamw"), best("adapter", "together", "muon")
+    assert (found["setting"]["parameters"], rate) == measurements.ADAPTER_LR_AT
+    assert adamw < muon and all(f"{loss:.3f}" in measurements.ADAPTER_INNER.why for loss in (adamw, muon))
+    for what, optimizer in (("whole", "muon"), ("adapter", "adamw")):
+        more = best(what, "together, Nesterov", optimizer)[1] / best(what, "together", optimizer)[1] - 1
+        assert more > 0 and f"{more:.1%}" in measurements.PLAIN_WHY
+
+
+def test_the_outer_step_is_the_default_and_a_plain_one_for_fine_tuning():
+    sign, tuned = MEASURED[:1], {"conversations": True}
+    inputs = PlanInputs(10**9, uplink=10_000)
+    assert plan(inputs, sign).outer == measurements.NESTEROV == SIGN_OUTER
+    for more in (tuned, {"frozen": 10**9}):
+        p = plan(dataclasses.replace(inputs, **more), sign)
+        assert p.outer == measurements.PLAIN == OuterSpec(optimizer="plain", lr=SIGN_PLAIN_LR)
+    # Sparse updates need a rate of 1.
+    assert plan(dataclasses.replace(inputs, **tuned), [sparse(64, 10, 1.1)]).outer == OuterSpec()
+
+
+def test_the_rate_of_an_adapter_falls_with_the_size_of_its_base():
+    parameters, rate = measurements.ADAPTER_LR_AT
+    rates = [plan(PlanInputs(10**5, frozen=n)).lr for n in (parameters, 16 * parameters, 7 * 10**9)]
+    assert rates[:2] == [rate, rate / 2] and 5e-4 < rates[2] < 1e-3
 
 
 # -- the template --------------------------------------------------------------------------------------------
@@ -322,7 +384,7 @@ def test_every_plan_fills_a_valid_run_file(tmp_path_factory: pytest.TempPathFact
     path.write_text(fill(p, table, table["vocab_size"], "A note."))
     run_file = load_run(path)
     assert run_file.codec == p.setting.codec and run_file.inner.optimizer == measurements.INNER.value
-    assert run_file.outer == p.setting.outer
+    assert run_file.outer == p.outer
     assert run_file.round.target_tokens == p.target_tokens and run_file.run.total_tokens == inputs.total
     assert run_file.round.exchange_seconds >= min(p.cost.exchange_seconds, 7 * 86_400)
     assert run_file.round.max_seconds >= p.cost.training_seconds
@@ -379,7 +441,8 @@ def test_a_plan_of_an_adapter_counts_its_frozen_base_and_is_written_with_it(tmp_
     path.write_text(fill(p, model.table, model.vocabulary, "A note.", weights, model.adapter))
     run_file = load_run(path)
     assert run_file.model.adapter == model.adapter and run_file.inner.lr == p.lr
-    assert any("no result for adapters" in caution for caution in p.cautions)
+    assert run_file.inner.optimizer == "adamw" and run_file.outer == measurements.PLAIN
+    assert "momentum made the loss 2.2% higher" in said and f"of adapters see {measurements.FINE_TUNING}" in said
     path.write_text(path.read_text().replace("rank = 2", "rank = 0"))
     with pytest.raises(ModelFileError, match=r"model\.adapter: rank: Input should be greater"):
         read_model(path)
@@ -443,6 +506,7 @@ def test_a_plan_says_what_to_write_why_and_what_it_costs():
     ):
         assert word in said
     assert "TOO SLOW" not in said
+    assert f"{measurements.SOURCE}, with outer rate 1.4)" in said, "not the loss of the outer step that is written"
 
 
 def test_links_too_slow_for_any_setting_are_said_to_be_with_remedies():
