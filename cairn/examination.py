@@ -22,6 +22,7 @@ from cairn.peer_screen import page_address
 from cairn.visibility import seen_in_a_line
 from coordinator.checkpoints.archive import MODEL
 from coordinator.checkpoints.copies import file_reader
+from peer.channel import MomentForm
 from peer.coordinator_client import WrongClock
 from peer.doctor import links, pace
 from peer.doctor.clock import clock_finding
@@ -60,6 +61,7 @@ class Examined:
     parallel: str
     gpu_memory: int = 0
     """Bytes; 0: all."""
+    moments: MomentForm = "fp32"
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,9 @@ async def examine(machine: Examined, via: Sequence[str], progress: Progress = la
             machine.home, device=machine.device, parallel=machine.parallel, gpu_memory=lambda: machine.gpu_memory
         )
         share = options.gpu_share(replayable=spec.audit.replayable)
-        trial = await try_device(file, machine.device, machine.parallel, os.cpu_count() or 1, progress, share)
+        trial = await try_device(
+            file, machine.device, machine.parallel, os.cpu_count() or 1, progress, share, machine.moments
+        )
     swarm = links.swarm_of(status)
     speed = pace.pace_of(spec, swarm, trial)
     first = data_bytes(spec, private_data=machine.private_data) + state_bytes(spec)

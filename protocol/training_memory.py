@@ -14,17 +14,27 @@ _WEIGHT, _GRADIENT, _MOMENT = 4, 4, 4
 MOST_BYTES = _WEIGHT + _GRADIENT + 2 * _MOMENT
 """Bytes of a parameter that a step holds at most."""
 
+BLOCK = 256
+"""Values of a moment in 8 bits that share an fp32 scale: those of bitsandbytes' optimizers."""
+LEAST = 4096
+"""Tensors of fewer values have moments in fp32 only, as there."""
+MOST_EIGHT_BIT = _WEIGHT + _GRADIENT + 2 * (1 + 4 / BLOCK)
+"""Bytes of a parameter with moments in 8 bits, but for small tensors."""
 
-def model_bytes(layout: Layout, config: Mapping[str, Any], inner: InnerSpec) -> int:
-    """Return the bytes of weights, gradients and moments, all fp32.
+
+def model_bytes(layout: Layout, config: Mapping[str, Any], inner: InnerSpec, *, eight_bit: bool = False) -> int:
+    """Return the bytes of weights, gradients and moments: fp32, but for moments of `eight_bit`.
 
     AdamW has two moments, Muon one. A matrix with a side of `vocab_size` counts as one that AdamW steps: the embedding,
     or the head.
     """
-    by_muon, vocabulary = 0, config.get("vocab_size")
-    if inner.optimizer == "muon":
-        by_muon = sum(t.numel for t in layout.tensors if len(t.shape) == 2 and vocabulary not in t.shape)
-    return MOST_BYTES * layout.numel - _MOMENT * by_muon
+    moments, vocabulary = 0, config.get("vocab_size")
+    for t in layout.tensors:
+        by_muon = inner.optimizer == "muon" and len(t.shape) == 2 and vocabulary not in t.shape
+        is_rounded = eight_bit and t.numel >= LEAST
+        moment = t.numel + 4 * -(-t.numel // BLOCK) if is_rounded else _MOMENT * t.numel
+        moments += moment if by_muon else 2 * moment
+    return (_WEIGHT + _GRADIENT) * layout.numel + moments
 
 
 def round_bytes(layout: Layout, outer: OuterSpec) -> int:

@@ -5,12 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from cairn.commands.join import disk_option, gpu_memory_option, open_settings, parallel_option, private_data_option
+from cairn.commands.join import (
+    disk_option,
+    gpu_memory_option,
+    moments_option,
+    open_settings,
+    parallel_option,
+    private_data_option,
+)
 from cairn.commands.options import device_option, home_option, invite_argument, via_option
 from cairn.connection import parse_invite
+
+if TYPE_CHECKING:
+    from peer.channel import MomentForm
 
 
 @click.command()
@@ -22,11 +33,12 @@ from cairn.connection import parse_invite
 @device_option()
 @parallel_option
 @gpu_memory_option
+@moments_option
 @click.option("--json", "as_json", is_flag=True, help="For scripts.")
 @click.pass_context
 def doctor(
     context: click.Context, invite: str, home: Path, disk: int, allow_private_data: bool, via: tuple[str, ...],
-    device: str, parallel: str, gpu_memory: float | None, as_json: bool,
+    device: str, parallel: str, gpu_memory: float | None, moments: MomentForm, as_json: bool,
 ) -> None:  # fmt: skip
     """Check this machine for the run that INVITE names, before you spend money on it.
 
@@ -44,7 +56,7 @@ def doctor(
     limit = open_settings(home, {"gpu_memory": gpu_memory}).settings.gpu_bytes
     waiting = Console(stderr=True, highlight=False)
     with waiting.status("asking the coordinator") as status:
-        examined = Examined(parsed, home, disk, allow_private_data, device, parallel, limit)
+        examined = Examined(parsed, home, disk, allow_private_data, device, parallel, limit, moments)
         report = asyncio.run(examine(examined, via, lambda text: status.update(Text(text))))
     if as_json:
         print(json.dumps(as_plain(report), indent=1))

@@ -34,7 +34,7 @@ from protocol.quiet_imports import quiet_imports
 if TYPE_CHECKING:
     from cairn.peer_screen import PeerScreen
     from cairn.peer_settings import SettingsFile
-    from peer.channel import Choice
+    from peer.channel import Choice, MomentForm
     from peer.coordinator_client import RunInfo
     from peer.node.enrollment import Enrollment
     from peer.node.node import Node
@@ -97,6 +97,13 @@ parallel_option = _auto(
 gpu_memory_option = click.option(
     "--gpu-memory", type=float, metavar="GB", help="Most memory to take on each GPU, for example 6.  [default: all]"
 )
+moments_option = click.option(
+    "--moments",
+    type=click.Choice(["fp32", "8bit"]),
+    default="fp32",
+    show_default=True,
+    help="The optimizer's moments. 8bit: a quarter of the memory, by bitsandbytes; not in a replayable run.",
+)
 
 _MEMBER_OPTIONS = (
     invite_argument,
@@ -130,6 +137,7 @@ def member_options(command: Callable[..., None]) -> Callable[..., None]:
 @device_option()
 @parallel_option
 @gpu_memory_option
+@moments_option
 @_auto(
     "--recompute",
     type=_CHOICE,
@@ -182,6 +190,7 @@ class JoinOptions:
     parallel: str = "auto"
     recompute: Choice = "auto"
     compile: Choice = "auto"
+    moments: MomentForm = "fp32"
     overlap: str = "on"
     audit_device: str = "auto"
     hours: str | None = None
@@ -257,6 +266,7 @@ async def _join(options: JoinOptions, invite: Invite, settings: SettingsFile) ->
         parallel=options.parallel,
         recompute=options.recompute,
         compile=options.compile,
+        moments=options.moments,
         overlap=options.overlap == "on",
         threads=options.threads or os.cpu_count() or 1,
         private_data=options.allow_private_data,

@@ -15,6 +15,7 @@ from peer.channel.messages import (
     Load,
     MakeUpdate,
     Memory,
+    MomentForm,
     Note,
     NothingDone,
     Orders,

@@ -50,6 +50,7 @@ Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Text = Annotated[str, Field(max_length=64 * 1024)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Choice = Literal["auto", "on", "off"]
+MomentForm = Literal["fp32", "8bit"]
 
 
 class _Message:
@@ -119,6 +120,7 @@ class Start(_Message):
     `overlap`: training continues while an update is undecided. `private_data`: the spec's addresses may lead to this
     disk, to private networks and, with this user's accounts, into a cloud. `gpu_memory`: the most bytes that tensors
     may take on each GPU; 0: all. `base`: the file of the frozen base model, in a run that trains an adapter.
+    `moments`: the form in which the trainer holds the optimizers' moments.
     """
 
     spec_path: Path
@@ -134,6 +136,7 @@ class Start(_Message):
     private_data: bool = False
     gpu_memory: Count = 0
     base: Path | None = None
+    moments: MomentForm = "fp32"
 
 
 @dataclass(frozen=True, slots=True)

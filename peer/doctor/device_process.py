@@ -17,6 +17,7 @@ from typing import Any
 
 import async_timeout
 
+from peer.channel import MomentForm
 from peer.channel.link import trainer_environment
 from peer.doctor.measurements import Device, Sample, Trial
 from peer.errors import PeerError
@@ -76,11 +77,11 @@ async def run_check(spec: Path, words: Sequence[str], report: Report, *, threads
 
 async def try_device(
     spec: Path, device: str, parallel: str, threads: int, progress: Callable[[str], None] = lambda text: None,
-    gpu_memory: int = 0,
+    gpu_memory: int = 0, moments: MomentForm = "fp32",
 ) -> Trial:  # fmt: skip
     """Look at the device, and if the model fits, train on random tokens for up to TRIAL_SECONDS. Raises PeerError.
 
-    `gpu_memory`: the most bytes of each GPU; 0: all.
+    `gpu_memory`: the most bytes of each GPU; 0: all. `moments`: as in `peer.channel.Start`.
     """
     trial = Trial()
     built = False
@@ -103,7 +104,7 @@ async def try_device(
 
     progress("looking at the device")
     words = ("--device", device, "--parallel", parallel, "--threads", str(threads), "--steps", str(STEP_SECONDS))
-    words += ("--gpu-memory", str(gpu_memory))
+    words += ("--gpu-memory", str(gpu_memory), "--moments", moments)
     try:
         end = await run_check(spec, words, take, threads=threads)
         if end and not trial.refused:

@@ -16,6 +16,7 @@ from peer.node.options import NodeOptions
 from peer.node.trainer_files import write_spec
 from peer.store import Store
 from peer.store.disk import disk
+from peer.training.eight_bit import refusal
 from protocol.adapter import missing_package
 from protocol.spec import RunSpec
 
@@ -24,6 +25,8 @@ async def check_machine(spec: RunSpec, options: NodeOptions, store: Store) -> No
     """Raise PeerError, with what to do, if this machine cannot take part in the run."""
     if missing := missing_package(spec.model.adapter):
         raise PeerError(missing)
+    if options.moments == "8bit" and (never := refusal(spec)):
+        raise PeerError(never)
     check_disk(spec, options, store)
     await check_devices(spec, options)
 

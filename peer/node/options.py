@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from peer.channel import Choice
+from peer.channel import Choice, MomentForm
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class NodeOptions:
     parallel: str = "auto"
     recompute: Choice = "auto"
     compile: Choice = "auto"
+    moments: MomentForm = "fp32"
     threads: int = 1
     observer: bool = False
     auditor: bool = False

@@ -70,6 +70,7 @@ def start_message(spec: RunSpec, store: Store, key: PeerKey, options: NodeOption
         parallel=options.parallel,
         recompute=options.recompute,
         compile=options.compile,
+        moments=options.moments,
         overlap=options.overlap,
         private_data=options.private_data,
         shards=data_shards(spec, store),

@@ -24,6 +24,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from peer.errors import TrainingError
 from peer.training.cast_linear import cast_again
+from peer.training.eight_bit import Moments, adamw_8bit, held_moment, restored_state
 from peer.training.layers import USUAL, LayerOptions, Layers, Report
 from peer.training.muon import MOMENT, Muon
 from protocol import packed_sequences
@@ -68,13 +69,14 @@ class InnerOptimizer:
         parameters: Mapping[str, Tensor] | None = None,
         hidden: frozenset[str] | None = None,
         conversations: ConversationSpec | None = None,
+        eight_bit: bool = False,
     ):
         """Build the optimizers. `yield_hook` is called often within a step on a CPU: other threads have a turn.
 
         `layers`: how the layers run. `report`: called with what a person should know of it. `parameters`: the tensors
         to step by name, if those are not the model's parameters themselves (a rank's shards of them). `hidden`:
         the names of `hidden_matrices`, if the model does not have them all. `conversations`: the spec's, if its tokens
-        are marked.
+        are marked. `eight_bit`: moments have 8 bits a value. Raises TrainingError, SpecError if they cannot here.
         """
         packed_sequences.control_detection()
         self.spec = spec
@@ -88,14 +90,14 @@ class InnerOptimizer:
         self._by_adamw = {n: p for n, p in self.parameters.items() if n not in self._hidden}
         decayed = [p for p in self._by_adamw.values() if p.ndim >= 2]
         plain = [p for p in self._by_adamw.values() if p.ndim < 2]
-        self.adamw = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": spec.weight_decay}, {"params": plain, "weight_decay": 0.0}],
-            lr=spec.lr,
-            betas=spec.betas,
-            eps=spec.eps,
-            fused=True,
+        groups = [{"params": decayed, "weight_decay": spec.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        self._eight_bit = eight_bit
+        self.adamw = (
+            adamw_8bit(groups, spec, device)
+            if eight_bit
+            else torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True)
         )
-        self.muon = Muon(self._by_muon.values(), spec) if self._by_muon else None
+        self.muon = Muon(self._by_muon.values(), spec, eight_bit=eight_bit) if self._by_muon else None
         self._piece = spec.batch
         """Windows in one forward pass; fewer when memory runs out."""
         self.in_bf16 = device.type == "cuda"
@@ -239,14 +241,14 @@ class InnerOptimizer:
         """Return the names of a parameter's moments, even of one that another rank has."""
         return MUON_MOMENTS if name in self._hidden else ADAMW_MOMENTS
 
-    def moments(self) -> tuple[int, dict[str, Tensor]]:
-        """Return (steps made, the optimizers' moments as MOMENT/parameter), without copies."""
+    def moments(self) -> tuple[int, Mapping[str, Tensor]]:
+        """Return (steps made, the optimizers' moments as MOMENT/parameter): fp32, without copies of those that are."""
         made, out = 0, {}
         for name, state in self._states():
             if state:
                 made = max(made, int(state.get("step", 0)))
-                out |= {f"{moment}/{name}": state[moment] for moment in self.moments_of(name)}
-        return made, out
+                out |= {f"{m}/{name}": held_moment(state, m) for m in self.moments_of(name)}
+        return made, Moments(out)
 
     def set_moments(self, steps: int, moments: Mapping[str, Tensor]) -> None:
         """Restore saved moments. A parameter without any starts from scratch."""
@@ -254,8 +256,9 @@ class InnerOptimizer:
             keys = {moment: f"{moment}/{name}" for moment in self.moments_of(name)}
             if all(key in moments for key in keys.values()):
                 # Not as_tensor: the optimizer changes them in place, and the saved ones are the caller's.
-                state |= {m: moments[key].to(self.device, torch.float32, copy=True) for m, key in keys.items()}
-                if name in self._by_adamw:
+                values = {m: moments[key].to(self.device, torch.float32, copy=True) for m, key in keys.items()}
+                state |= restored_state(steps, values) if self._eight_bit else values
+                if name in self._by_adamw and not self._eight_bit:
                     state["step"] = torch.tensor(float(steps), device=self.device)
 
     def reset_moments(self) -> None:

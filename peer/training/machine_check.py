@@ -37,6 +37,7 @@ def main() -> int:
     parser.add_argument("--steps", type=float, help="seconds of steps to measure, with --parallel")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--gpu-memory", type=int, default=0, help="the most bytes of each GPU; 0: all")
+    parser.add_argument("--moments", default="fp32", help="form of the optimizers' moments, for the steps")
     asked = parser.parse_args()
     if not exit_with_parent(asked.parent):
         return 1
@@ -73,10 +74,10 @@ def _reports(asked: argparse.Namespace, spec: RunSpec) -> Iterator[tuple[str, An
     with quiet_imports():
         from peer.training import trial
 
-    found = trial.look(spec, asked.device[0], kind, dims, asked.gpu_memory)
+    found = trial.look(spec, asked.device[0], kind, dims, asked.gpu_memory, asked.moments)
     yield "device", asdict(found)
     if fits(found):
-        trainer = trial.build(asked.spec, asked.device[0], dims, asked.threads, asked.gpu_memory)
+        trainer = trial.build(asked.spec, asked.device[0], dims, asked.threads, asked.gpu_memory, asked.moments)
         yield "built", True
         for sample in trial.steps(trainer, dims, asked.steps):
             yield "sample", asdict(sample)

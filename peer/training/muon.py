@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from peer.training.eight_bit import EightBit, Moment, rounded
 from protocol.spec import InnerSpec
 
 MOMENTUM = 0.95
@@ -35,14 +36,16 @@ MOMENT = "momentum_buffer"
 class Muon(torch.optim.Optimizer):
     """Muon on whole matrices. Attributes: `dtype` of the iterations (fp32 or bf16), `momentum` for a comparison.
 
-    `stack`: the most elements of matrices of one shape that are stepped at once; 0: each matrix alone.
+    `stack`: the most elements of matrices of one shape that are stepped at once; 0: each matrix alone. `eight_bit`: the
+    form of the momentum.
     """
 
-    def __init__(self, matrices: Iterable[Tensor], spec: InnerSpec):
+    def __init__(self, matrices: Iterable[Tensor], spec: InnerSpec, *, eight_bit: bool = False):
         """Step these fp32 matrices with the spec's learning rate and weight decay."""
         super().__init__(matrices, {"lr": spec.lr, "weight_decay": spec.weight_decay})
         self.dtype = torch.float32
         self.momentum = MOMENTUM
+        self.eight_bit = eight_bit
         self.stack = STACK if self.param_groups[0]["params"][0].is_cuda else 0
 
     @torch.no_grad()
@@ -52,17 +55,22 @@ class Muon(torch.optim.Optimizer):
             rate, decay = group["lr"], group["weight_decay"]
             for matrices in stacks((m for m in group["params"] if m.grad is not None), self.stack):
                 gradients = [m.grad for m in matrices if m.grad is not None]
-                kept = [self._momentum_of(m) for m in matrices]
+                moments = [self._momentum_of(m) for m in matrices]
+                kept = [m.read() if isinstance(m, EightBit) else m for m in moments]
                 torch._foreach_lerp_(kept, gradients, 1 - self.momentum)  # pyright: ignore[reportPrivateImportUsage]
+                for moment, values in zip(moments, kept, strict=True):
+                    if isinstance(moment, EightBit):
+                        moment.write(values)
                 directions = list(torch._foreach_lerp(gradients, kept, self.momentum))  # pyright: ignore[reportPrivateImportUsage]
                 changes = self._changes(matrices, directions, rate)
                 torch._foreach_mul_(matrices, 1 - rate * decay)  # pyright: ignore[reportPrivateImportUsage]
                 torch._foreach_add_(matrices, changes)  # pyright: ignore[reportPrivateImportUsage]
 
-    def _momentum_of(self, matrix: Tensor) -> Tensor:
+    def _momentum_of(self, matrix: Tensor) -> Moment:
         state = self.state[matrix]
         if not state:
-            state[MOMENT] = torch.zeros_like(matrix)
+            zeros = torch.zeros_like(matrix)
+            state[MOMENT] = rounded(zeros) if self.eight_bit else zeros
         return state[MOMENT]
 
     def _changes(self, matrices: list[Tensor], directions: list[Tensor], rate: float) -> list[Tensor]:

@@ -53,11 +53,13 @@ class SingleProcessBackend(StateWriter):
         *,
         base: Path | None = None,
         exact: bool = False,
+        eight_bit: bool = False,
     ):
         """Build the model. `yield_hook`, `layers`, `report`: as in `InnerOptimizer`.
 
         `background_hook`: called often by the thread that writes a state. `base`: the file of the frozen base, which is
-        zeros without one. `exact`: the model also runs in fp32. Raises CairnError, and OSError for the base.
+        zeros without one. `exact`: the model also runs in fp32. `eight_bit`: as in `InnerOptimizer`. Raises CairnError,
+        and OSError for the base.
         """
         self.device = device
         model = build_run_model(spec.model, device=device, exact=exact)
@@ -65,8 +67,9 @@ class SingleProcessBackend(StateWriter):
             check_base(spec.model.adapter, base)
             read_base(model, spec.model.adapter, base)
         self.inner = InnerOptimizer(
-            spec.inner, model, device, yield_hook, layers, report, conversations=spec.data.conversations
-        )
+            spec.inner, model, device, yield_hook, layers, report,
+            conversations=spec.data.conversations, eight_bit=eight_bit,
+        )  # fmt: skip
         codec = make_codec(spec.codec, spec.model.layout)
         self._state_layout = state_layout(spec.model.layout, spec.outer)
         offload = Offload.choose(device, spec, report)

@@ -19,6 +19,7 @@ from peer.training.base_state import BaseMove, BaseState
 from peer.training.checkpointer import AsyncCheckpointer
 from peer.training.data import Batches, WindowReader
 from peer.training.device import choose_device, device_name, pinned_for
+from peer.training.eight_bit import refusal
 from peer.training.exchange_point import ExchangePoint
 from peer.training.flops import flops_per_token, peak_flops
 from peer.training.gate import YieldGate
@@ -55,6 +56,8 @@ class Trainer:
         """
         self.spec: RunSpec = parse_spec(start.spec_path.read_bytes())
         dims, kind, why = resolve(start.parallel, start.device, self.spec, start.gpu_memory)
+        if start.moments == "8bit" and (never := refusal(self.spec, dims.world)):
+            raise TrainingError(never)
         model = build_run_model(self.spec.model, device="meta")
         if model_layout(model) != self.spec.model.layout:
             packages = "transformers" if self.spec.model.adapter is None else "transformers peft"
@@ -137,7 +140,9 @@ def _backend(
     yield_hook = partial(gate.wait, times)
     if dims.world == 1:
         device = choose_device(start.device, start.threads, start.gpu_memory)
-        return SingleProcessBackend(spec, device, yield_hook, layers, report, gate.wait, base=start.base)
+        return SingleProcessBackend(
+            spec, device, yield_hook, layers, report, gate.wait, base=start.base, eight_bit=start.moments == "8bit"
+        )
     from peer.training.parallel.distributed_backend import DistributedBackend  # torch.distributed: only where needed
     from peer.training.parallel.micro_batch import MicroBatchStore
 

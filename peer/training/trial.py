@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from peer.channel import Start
+from peer.channel import MomentForm, Start
 from peer.doctor.measurements import Device, Sample
 from peer.training.device import choose_device, device_name
 from peer.training.memory import available, memory_of
@@ -32,12 +32,15 @@ STEPS = 3
 """Steps with the same number of windows, after the first."""
 
 
-def look(spec: RunSpec, name: str, kind: str, dims: ParallelDims, gpu_memory: int = 0) -> Device:
+def look(
+    spec: RunSpec, name: str, kind: str, dims: ParallelDims, gpu_memory: int = 0, moments: MomentForm = "fp32"
+) -> Device:
     """Return the device that the trainer would use; `gpu_memory` as in `choose_device`. Raises TrainingError."""
     device = choose_device(name if dims.world == 1 else kind, 1)
     layout = spec.model.layout
     largest = max(tensor.numel for tensor in layout.tensors) if dims.world > 1 else 0
     offloads = can_offload(device.type, spec)
+    allowed = limits(spec, device.type, offloads=offloads, eight_bit=moments == "8bit")
     driver, gpus = _smi()
     if device.type == "cuda":
         # All of them: training is as fast as the slowest, and fits if it fits on the fullest.
@@ -51,7 +54,7 @@ def look(spec: RunSpec, name: str, kind: str, dims: ParallelDims, gpu_memory: in
         kind=device.type,
         layout=str(dims),
         ranks=dims.world,
-        needed=parallel_dims.memory(dims, limits(spec, device.type, offloads=offloads), largest),
+        needed=parallel_dims.memory(dims, allowed, largest),
         offloaded=round_bytes(layout, spec.outer) if offloads else 0,
         free=free,
         whole=whole,
@@ -74,13 +77,15 @@ def _smi() -> tuple[str, tuple[str, ...]]:
     return (rows[0][0][:40] if rows else ""), tuple(name[:80] for _, name in rows)
 
 
-def build(spec_path: Path, device: str, dims: ParallelDims, threads: int, gpu_memory: int = 0) -> Trainer:
+def build(
+    spec_path: Path, device: str, dims: ParallelDims, threads: int, gpu_memory: int = 0, moments: MomentForm = "fp32"
+) -> Trainer:
     """Return a trainer of the run, in a folder beside the spec's file. Raises TrainingError."""
     folder = spec_path.resolve().parent / "trial"
     me = PeerKey(secrets.token_bytes(32))
     start = Start(
         spec_path, me, folder, device, threads, shards={}, parallel=str(dims), compile="off",
-        gpu_memory=gpu_memory,
+        gpu_memory=gpu_memory, moments=moments,
     )  # fmt: skip
     return Trainer(start, lambda level, kind, text: None, trial=True)
 

@@ -400,9 +400,10 @@ def test_the_command_line_s_layout_and_what_is_done_to_layers_reach_the_trainer(
     done = CliRunner().invoke(main, ["peer", "join", "cairn1x", "--parallel", "tp=2, fsdp=4"])
     assert done.exit_code == 0, done.output
     assert asked[0].parallel == "fsdp=4,tp=2"
-    assert asked[0].recompute == asked[0].compile == "auto"
-    done = CliRunner().invoke(main, ["peer", "join", "cairn1x", "--recompute", "on", "--compile", "off"])
-    assert done.exit_code == 0 and (asked[1].recompute, asked[1].compile) == ("on", "off")
+    assert asked[0].recompute == asked[0].compile == "auto" and asked[0].moments == "fp32"
+    words = ["--recompute", "on", "--compile", "off", "--moments", "8bit"]
+    done = CliRunner().invoke(main, ["peer", "join", "cairn1x", *words])
+    assert done.exit_code == 0 and (asked[1].recompute, asked[1].compile, asked[1].moments) == ("on", "off", "8bit")
     assert not asked[1].allow_private_data
     done = CliRunner().invoke(main, ["peer", "join", "cairn1x", "--allow-private-data"])
     assert done.exit_code == 0 and asked[2].allow_private_data
@@ -412,10 +413,10 @@ def test_the_command_line_s_layout_and_what_is_done_to_layers_reach_the_trainer(
     assert done.exit_code == 2 and "'ep=2' is no degree" in done.output
     world = World.make(tmp_path)
     with Store(tmp_path / "store", 2**30) as store:
-        options = NodeOptions(tmp_path, parallel=asked[0].parallel, recompute="on", compile="off")
+        options = NodeOptions(tmp_path, parallel=asked[0].parallel, recompute="on", compile="off", moments="8bit")
         start = start_message(world.spec, store, world.start(1).identity_key, options)
     assert start.parallel == "fsdp=4,tp=2" and from_line(to_line(start)[:-1]) == start
-    assert (start.recompute, start.compile) == ("on", "off")
+    assert (start.recompute, start.compile, start.moments) == ("on", "off", "8bit")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")

@@ -26,15 +26,16 @@ ROWS = ("o_proj", "down_proj")
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
-def limits(spec: RunSpec, device: str, *, offloads: bool) -> ModelLimits:
+def limits(spec: RunSpec, device: str, *, offloads: bool, eight_bit: bool = False) -> ModelLimits:
     """Return what a run's model allows on devices of a kind, "cpu" or "cuda".
 
-    `offloads`: the devices hold nothing of the state between rounds. Raises SpecError.
+    `offloads`: the devices hold nothing of the state between rounds. `eight_bit`: moments in 8 bits. Raises SpecError.
     """
     config, layout, batch, adapter = spec.model.config, spec.model.layout, spec.inner.batch, spec.model.adapter
     kind = str(config.get("model_type"))  # the config has all defaults written out
     numel = layout.numel + (0 if adapter is None else adapter.parameters)
-    sizes = (numel, model_bytes(layout, config, spec.inner), 0 if offloads else round_bytes(layout, spec.outer))
+    model = model_bytes(layout, config, spec.inner, eight_bit=eight_bit)
+    sizes = (numel, model, 0 if offloads else round_bytes(layout, spec.outer))
     if adapter is not None:
         none = "is not for a run that trains an adapter on a frozen base"
         whole = f"cannot divide this run's frozen base, whose {adapter.dtype} codes each GPU holds whole"

@@ -42,8 +42,8 @@ async def test_the_process_is_told_of_the_limit_of_a_gpu(tmp_path: Path, monkeyp
     program.write_text("""#!/bin/sh\necho "{\\"refused\\": \\"$*\\"}"; exit 1\n""")
     program.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(program))
-    trial = await try_device(tmp_path / "spec.json", "cuda", "auto", 1, gpu_memory=6 * 10**9)
-    assert "--gpu-memory 6000000000" in trial.refused
+    trial = await try_device(tmp_path / "spec.json", "cuda", "auto", 1, gpu_memory=6 * 10**9, moments="8bit")
+    assert "--gpu-memory 6000000000 --moments 8bit" in trial.refused
 
 
 async def test_a_step_that_does_not_end_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
