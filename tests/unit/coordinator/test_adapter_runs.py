@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from coordinator.adapter_export import export_adapter, export_merged
 from coordinator.authoring.errors import RunFileError
 from coordinator.authoring.resolve import ResolvedRun, resolve
 from coordinator.authoring.runfile import load_run
-from coordinator.authoring.summary import _bytes, validate
+from coordinator.authoring.summary import _bytes, _dtypes_line, validate
 from coordinator.authoring.toml_file import tomllib
 from coordinator.checkpoints.evaluation import load_adapted
 from coordinator.export import ExportError
@@ -29,7 +30,7 @@ from protocol.errors import SpecError
 from protocol.identity import Identity
 from protocol.ledger.credits import CreditRule
 from protocol.merkle import blob_digest, blob_leaves
-from protocol.model import model_layout
+from protocol.model import model_layout, plain_config
 from protocol.quantised import ABSMAX
 from protocol.spec import AdapterSettings, AdapterSpec, parse_spec
 from protocol.state import checkpoint_chunks, state_digest, state_layout, tensors_from_checkpoint
@@ -188,6 +189,18 @@ def test_validate_tells_of_the_base(base: Path, begun: ResolvedRun):
     text = "\n".join(validate(run_file(base)))
     assert f"rank 4, alpha 8, on a frozen base of {adapter_of(begun).parameters:,} parameters (bfloat16)" in text
     assert "the frozen base)" in text
+
+
+def test_validate_tells_which_dtype_of_the_base_suits_which_cards(base: Path, begun: ResolvedRun):
+    for dtype in ("bfloat16", "nf4"):
+        file = run_file(base, ("rank = 4", f'rank = 4\ndtype = "{dtype}"'), name="cards.toml")
+        text = "\n".join(validate(file))
+        (needed,) = re.findall(r"memory: about (\S+ \S+) on each GPU", text)
+        each = r"a GPU needs about (\S+ \S+) with bfloat16, (\S+ \S+) with int8, (\S+ \S+) with nf4\n"
+        found = re.search(each, text)
+        assert found is not None and found[1 if dtype == "bfloat16" else 3] == needed and len({*found.groups()}) == 3
+    gpt2 = plain_config({"model_type": "gpt2", "vocab_size": 300, "n_embd": 32, "n_layer": 1, "n_head": 2})
+    assert _dtypes_line(AdapterSettings(rank=4, alpha=8), gpt2, 0).endswith(" with bfloat16")  # no linear layers
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [("int8", 8.5), ("nf4", 4.5)])
@@ -351,8 +364,8 @@ def test_a_missing_package_is_named_with_its_command(base: Path, begun: Resolved
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     file = run_file(base, ("rank = 4", 'rank = 4\ndtype = "nf4"'), name="without.toml")
-    for refused in (lambda: validate(file), lambda: resolve(load_run(file), base / "without", OWNER)):
+    for attempt in (lambda: validate(file), lambda: resolve(load_run(file), base / "without", OWNER)):
         with pytest.raises(SpecError, match="without.toml: model.adapter: .* pip install 'bitsandbytes>="):
-            refused()
+            attempt()
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     assert project["optional-dependencies"]["lora"] == [REQUIREMENT]
