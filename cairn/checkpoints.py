@@ -38,7 +38,7 @@ from protocol.invite import Invite
 from protocol.merkle import blob_digest
 from protocol.message_codec import MessageDecoder
 from protocol.messages import MAX_CERTIFICATE, Directive, Finalization, RoundRecord
-from protocol.spec import KIND, MAX_SPEC, AdapterSpec, ChatSpec, RunSpec, open_spec, parse_spec
+from protocol.spec import KIND, MAX_SPEC, AdapterSpec, ChatSpec, ModelSpec, RunSpec, open_spec, parse_spec
 
 SPECS = ("spec.json", "run/spec.signed", "spec.signed", "store/values/spec", "values/spec")
 """Paths of a run's spec, relative to a folder of the run."""
@@ -62,16 +62,36 @@ WANTED = (
 class FoundCheckpoint:
     """A checkpoint file with its model's config, its run's tokenizer.json and chat template, and its origin.
 
-    Of a run that trains an adapter, `adapter` is that of the spec; `base` the base's file, if it is here.
+    Of a run that trains an adapter, `base` is the file of its base, if it is here.
     """
 
     checkpoint: Path
-    config: dict[str, Any]
+    model: ModelSpec
     tokenizer: Path
     origin: Origin
     chat: ChatSpec | None = None
-    adapter: AdapterSpec | None = None
     base: Path | None = None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The model's config."""
+        return self.model.config
+
+    @property
+    def adapter(self) -> AdapterSpec | None:
+        """The adapter that the run trains."""
+        return self.model.adapter
+
+    def base_file(self) -> Path:
+        """Return the file of the frozen base. Raises ExportError if it is not here."""
+        if self.base is None:
+            assert self.adapter is not None
+            raise ExportError(
+                f"{self.checkpoint}: an adapter, and its base model is not in the run's folder: put it beside the "
+                f"checkpoint as {self.adapter.base.digest}.safetensors, or name the folder of a peer or the "
+                "coordinator of the run"
+            )
+        return self.base
 
 
 def find_checkpoint(
@@ -185,7 +205,7 @@ def _newest_of_volunteer(
             report(f"{copy.folder} is passed over: the owner has rolled the run back since. Name it to take it anyway")
     if epoch < of_store:
         return _newest_held(run, folder)
-    found = _of_archived(newest, given)
+    found = _of_archived(newest, run)
     if epoch == of_store:
         with contextlib.suppress(ExportError):
             found = max(found, _newest_held(run, folder), key=lambda f: f.origin.round or 0)
@@ -265,16 +285,8 @@ class _Run:
 
     def found(self, checkpoint: Path, origin: Origin) -> FoundCheckpoint:
         """Return what belongs to a checkpoint of the run. Raises ExportError."""
-        model = self.spec.model
-        return FoundCheckpoint(
-            checkpoint,
-            model.config,
-            self.tokenizer(checkpoint),
-            origin,
-            self.chat,
-            model.adapter,
-            self._base(checkpoint),
-        )
+        base = self._base(checkpoint)
+        return FoundCheckpoint(checkpoint, self.spec.model, self.tokenizer(checkpoint), origin, self.chat, base)
 
     def _base(self, checkpoint: Path) -> Path | None:
         if (adapter := self.spec.model.adapter) is None:

@@ -44,18 +44,13 @@ def export(checkpoint: Path, out: Path, force: bool, spec: Path | None, invite: 
         from coordinator.adapter_export import export_adapter, export_merged
 
         given = (found.tokenizer, found.origin, out)
-        if not merge:
-            what, loads = "adapter", f'PeftModel.from_pretrained(base, "{out}")'
-            made = export_adapter(found.checkpoint, found.config, found.adapter, *given, chat=found.chat, force=force)
-        elif found.base is not None:
+        if merge:
             made = export_merged(
-                found.checkpoint, found.config, found.adapter, found.base, *given, chat=found.chat, force=force
+                found.checkpoint, found.config, found.adapter, found.base_file(), *given, chat=found.chat, force=force
             )
         else:
-            raise CairnError(
-                f"--merge: the base model is not in the run's folder: put it beside the checkpoint as "
-                f"{found.adapter.base.digest}.safetensors, or name the folder of a peer or the coordinator of the run"
-            )
+            what, loads = "adapter", f'PeftModel.from_pretrained(base, "{out}")'
+            made = export_adapter(found.checkpoint, found.config, found.adapter, *given, chat=found.chat, force=force)
     o = found.origin
     facts = [] if o.round is None else [f"round {o.round}"]
     if o.tokens is not None:

@@ -15,15 +15,18 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from cairn.checkpoints import find_checkpoint
 from coordinator.adapter_export import export_adapter, export_merged
 from coordinator.authoring.errors import RunFileError
 from coordinator.authoring.resolve import ResolvedRun, resolve
 from coordinator.authoring.runfile import load_run
 from coordinator.authoring.summary import _bytes, _dtypes_line, validate
 from coordinator.authoring.toml_file import tomllib
+from coordinator.checkpoints.archive import Archive
 from coordinator.checkpoints.evaluation import load_adapted
 from coordinator.export import ExportError
 from coordinator.model_card import Origin
+from peer.store.blobs import blob_file
 from protocol.adapter import REQUIREMENT, build_adapted, held_bytes
 from protocol.codec import make_codec
 from protocol.errors import SpecError
@@ -34,7 +37,7 @@ from protocol.model import model_layout, plain_config
 from protocol.quantised import ABSMAX
 from protocol.spec import AdapterSettings, AdapterSpec, parse_spec
 from protocol.state import checkpoint_chunks, state_digest, state_layout, tensors_from_checkpoint
-from tests.support.command_line import cairn
+from tests.support.command_line import cairn, refused
 
 OWNER = Identity(b"o" * 32)
 RUN = """
@@ -230,7 +233,7 @@ def test_a_base_is_quantised_once_and_used_and_merged_as_it_is_stored(
     export_adapter(path, run.spec.model.config, adapter, *given, tmp_path / "adapter")
     assert f"parameters ({dtype})" in (tmp_path / "adapter" / "README.md").read_text()
     with torch.inference_mode():
-        own = load_adapted(path.parent, run.spec.model, blob)(input_ids=TOKENS).logits
+        own = load_adapted(path, run.spec.model, blob)(input_ids=TOKENS).logits
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
         torch.testing.assert_close(merged(input_ids=TOKENS).logits, own, rtol=1e-4, atol=1e-4)
         # On the base as it was before it was quantised, the adapter says nearly the same.
@@ -256,7 +259,7 @@ def learnt(base: Path, begun: ResolvedRun) -> Path:
 @pytest.fixture(scope="module")
 def logits(begun: ResolvedRun, learnt: Path) -> Tensor:
     """Return what the run's own model says."""
-    model = load_adapted(learnt.parent, begun.spec.model, begun.blobs[adapter_of(begun).base.name])
+    model = load_adapted(learnt, begun.spec.model, begun.blobs[adapter_of(begun).base.name])
     with torch.inference_mode():
         return model(input_ids=TOKENS).logits
 
@@ -355,6 +358,32 @@ def test_export_without_the_base_says_where_to_put_it(begun: ResolvedRun, learnt
     done = cairn("export", tmp_path / "state.safetensors", tmp_path / "out", "--merge")
     assert done.returncode == 1 and f"{adapter_of(begun).base.digest}.safetensors" in done.stderr
     assert cairn("export", tmp_path / "state.safetensors", tmp_path / "out").returncode == 0
+
+
+def test_a_volunteer_s_copy_of_a_state_finds_the_base_in_the_store(begun: ResolvedRun, learnt: Path, tmp_path: Path):
+    state, base = blob_digest(learnt.read_bytes()), adapter_of(begun).base
+    archive = Archive(tmp_path / "checkpoints", begun.spec, spec_envelope=begun.spec_envelope)
+    archive.add(learnt, begun.blobs[begun.spec.tokenizer.name], round=1, state=state, record=state, tokens=1)
+    held = blob_file(tmp_path / "store", base.name)
+    held.parent.mkdir(parents=True)
+    shutil.copy(begun.blobs[base.name], held)
+    assert find_checkpoint(tmp_path).base == held
+
+
+def test_generate_adds_an_adapter_to_its_base(begun: ResolvedRun, learnt: Path, tmp_path: Path):
+    (tmp_path / "spec.signed").write_bytes(begun.spec_envelope)
+    shutil.copy(begun.blobs[begun.spec.tokenizer.name], tmp_path / "tokenizer.json")
+    state, base = tmp_path / "state.safetensors", adapter_of(begun).base
+    shutil.copy(learnt, state)
+    asked = ("--prompt", "The quick", "--tokens", "8", "--temperature", "0")
+    assert f"put it beside the checkpoint as {base.digest}.safetensors" in refused("generate", state, *asked)
+    shutil.copy(begun.blobs[base.name], tmp_path)
+    said = cairn("generate", state, *asked)
+    assert said.returncode == 0 and said.stdout.startswith("The quick"), said.stderr
+    for out, how in (("adapter", ()), ("merged", ("--merge",))):
+        assert cairn("export", state, tmp_path / out, *how).returncode == 0
+    assert cairn("generate", tmp_path / "merged", *asked).stdout == said.stdout
+    assert "`cairn export --merge`" in refused("generate", tmp_path / "adapter", *asked)
 
 
 def test_a_missing_package_is_named_with_its_command(base: Path, begun: ResolvedRun, monkeypatch: pytest.MonkeyPatch):
