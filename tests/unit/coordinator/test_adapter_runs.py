@@ -7,10 +7,11 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -295,6 +296,27 @@ def test_peft_loads_the_exported_adapter_and_it_says_the_same(
     assert "PeftModel.from_pretrained" in (out / "README.md").read_text()
 
 
+def test_an_exported_adapter_that_names_its_base_loads_alone(base: Path, learnt: Path, logits: Tensor, tmp_path: Path):
+    out, spec = tmp_path / "adapter", base / "work" / "spec.signed"
+    done = cairn("export", learnt, out, "--spec", spec)
+    assert f"base    {base / 'base'}  (to publish OUT" in done.stdout, done.stderr
+    assert f'AutoPeftModelForCausalLM.from_pretrained("{out}")' in done.stdout
+    for kind in (AutoPeftModelForCausalLM, AutoModelForCausalLM):
+        loaded: Any = kind.from_pretrained(str(out))
+        with torch.inference_mode():
+            off = (loaded.eval()(input_ids=TOKENS).logits - logits).norm() / logits.norm()
+        assert off < 0.02  # of the base as it was before it was rounded to bfloat16
+    done = cairn("export", learnt, out, "--spec", spec, "--force", "--base", "org/model-7B")
+    assert "base    org/model-7B\n" in done.stdout, done.stderr
+    assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == "org/model-7B"
+    card = (out / "README.md").read_text()
+    assert (
+        '\nbase_model: "org/model-7B"\n---\n' in card and 'AutoModelForCausalLM.from_pretrained("org/model-7B")' in card
+    )
+    assert "no folder here, and no model's name" in refused("export", learnt, out, "--base", "gone/to/rome")
+    assert "exported alone" in refused("export", learnt, out, "--spec", spec, "--merge", "--base", "org/model-7B")
+
+
 def test_a_merged_model_loads_alone_and_says_the_same(
     base: Path, begun: ResolvedRun, learnt: Path, logits: Tensor, tmp_path: Path
 ):
@@ -342,7 +364,7 @@ def test_init_writes_a_run_that_trains_an_adapter(base: Path, begun: ResolvedRun
 def test_export_writes_an_adapter_or_a_merged_model(base: Path, begun: ResolvedRun, learnt: Path, tmp_path: Path):
     spec = base / "work" / "spec.signed"
     done = cairn("export", learnt, tmp_path / "adapter", "--spec", spec)
-    assert done.returncode == 0 and "PeftModel.from_pretrained(base, " in done.stdout, done.stderr
+    assert done.returncode == 0 and "adapter " in done.stdout, done.stderr
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
     again = cairn("export", learnt, tmp_path / "adapter", "--spec", spec)
     assert again.returncode == 1 and "--force to replace" in again.stderr
@@ -357,7 +379,11 @@ def test_export_without_the_base_says_where_to_put_it(begun: ResolvedRun, learnt
     shutil.copy(learnt, tmp_path / "state.safetensors")
     done = cairn("export", tmp_path / "state.safetensors", tmp_path / "out", "--merge")
     assert done.returncode == 1 and f"{adapter_of(begun).base.digest}.safetensors" in done.stderr
-    assert cairn("export", tmp_path / "state.safetensors", tmp_path / "out").returncode == 0
+    done = cairn("export", tmp_path / "state.safetensors", tmp_path / "out")
+    assert done.returncode == 0 and "base    not known here, so OUT does not name it: --base" in done.stdout
+    assert "PeftModel.from_pretrained(base, " in done.stdout
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"] is None
+    assert "base_model" not in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_a_volunteer_s_copy_of_a_state_finds_the_base_in_the_store(begun: ResolvedRun, learnt: Path, tmp_path: Path):
