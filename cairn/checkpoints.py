@@ -11,6 +11,7 @@ Nothing is locked and nothing is written, so a peer or coordinator may be runnin
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from coordinator.authoring.resolve import BASE
+from coordinator.authoring.resolve import BASE, BASE_FOLDER
 from coordinator.checkpoints.archive import CONFIG, MANIFEST, MODEL, SPEC, TOKENIZER, ArchivedState, read_manifest
 from coordinator.checkpoints.copies import file_names, file_reader
 from coordinator.checkpoints.verification import VerificationError, VerifiedCheckpoint
@@ -38,7 +39,7 @@ from protocol.invite import Invite
 from protocol.merkle import blob_digest
 from protocol.message_codec import MessageDecoder
 from protocol.messages import MAX_CERTIFICATE, Directive, Finalization, RoundRecord
-from protocol.spec import KIND, MAX_SPEC, AdapterSpec, ChatSpec, RunSpec, open_spec, parse_spec
+from protocol.spec import KIND, MAX_SPEC, AdapterSpec, ChatSpec, ModelSpec, RunSpec, open_spec, parse_spec
 
 SPECS = ("spec.json", "run/spec.signed", "spec.signed", "store/values/spec", "values/spec")
 """Paths of a run's spec, relative to a folder of the run."""
@@ -52,6 +53,8 @@ ABOVE = 8
 MOST_RECORDS = 1000
 """Maximum records read back from the head; the signatures of each are checked."""
 
+MAX_PATH = 4096
+
 WANTED = (
     "name a run's folder (~/.cairn/coordinated/NAME or ~/.cairn/runs/RUN), an archived state in a coordinator's "
     "checkpoints/, or a checkpoint file"
@@ -62,16 +65,38 @@ WANTED = (
 class FoundCheckpoint:
     """A checkpoint file with its model's config, its run's tokenizer.json and chat template, and its origin.
 
-    Of a run that trains an adapter, `adapter` is that of the spec; `base` the base's file, if it is here.
+    Of a run that trains an adapter, `base` is the file of its base, if it is here. `base_folder` is the model's folder
+    that the owner made it from, if it is known and still there, else "".
     """
 
     checkpoint: Path
-    config: dict[str, Any]
+    model: ModelSpec
     tokenizer: Path
     origin: Origin
     chat: ChatSpec | None = None
-    adapter: AdapterSpec | None = None
     base: Path | None = None
+    base_folder: str = ""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The model's config."""
+        return self.model.config
+
+    @property
+    def adapter(self) -> AdapterSpec | None:
+        """The adapter that the run trains."""
+        return self.model.adapter
+
+    def base_file(self) -> Path:
+        """Return the file of the frozen base. Raises ExportError if it is not here."""
+        if self.base is None:
+            assert self.adapter is not None
+            raise ExportError(
+                f"{self.checkpoint}: an adapter, and its base model is not in the run's folder: put it beside the "
+                f"checkpoint as {self.adapter.base.digest}.safetensors, or name the folder of a peer or the "
+                "coordinator of the run"
+            )
+        return self.base
 
 
 def find_checkpoint(
@@ -185,7 +210,7 @@ def _newest_of_volunteer(
             report(f"{copy.folder} is passed over: the owner has rolled the run back since. Name it to take it anyway")
     if epoch < of_store:
         return _newest_held(run, folder)
-    found = _of_archived(newest, given)
+    found = _of_archived(newest, run)
     if epoch == of_store:
         with contextlib.suppress(ExportError):
             found = max(found, _newest_held(run, folder), key=lambda f: f.origin.round or 0)
@@ -265,23 +290,27 @@ class _Run:
 
     def found(self, checkpoint: Path, origin: Origin) -> FoundCheckpoint:
         """Return what belongs to a checkpoint of the run. Raises ExportError."""
-        model = self.spec.model
-        return FoundCheckpoint(
-            checkpoint,
-            model.config,
-            self.tokenizer(checkpoint),
-            origin,
-            self.chat,
-            model.adapter,
-            self._base(checkpoint),
-        )
+        base, folder = self._base(checkpoint), self._base_folder()
+        return FoundCheckpoint(checkpoint, self.spec.model, self.tokenizer(checkpoint), origin, self.chat, base, folder)
 
     def _base(self, checkpoint: Path) -> Path | None:
         if (adapter := self.spec.model.adapter) is None:
             return None
-        places = [self.folder / "run" / BASE, self.folder / BASE, checkpoint.parent]
+        places = [*(folder / BASE for folder in self._of_owner()), checkpoint.parent]
         files = [self.blob(adapter.base.name), *(p / f"{adapter.base.digest}.safetensors" for p in places)]
         return next((f for f in files if f is not None and f.is_file()), None)
+
+    def _of_owner(self) -> list[Path]:
+        """Return where the owner's working folder of the run may be."""
+        return [self.folder / "run", self.folder]
+
+    def _base_folder(self) -> str:
+        """Return the folder from which the owner made the base; "" if it is not known here, or gone."""
+        for workdir in self._of_owner():
+            with contextlib.suppress(OSError):
+                folder = os.fsdecode(read_regular(workdir / BASE_FOLDER, MAX_PATH))
+                return folder if Path(folder).is_dir() else ""
+        return ""
 
     def tokenizer(self, checkpoint: Path) -> Path:
         """Return the run's tokenizer.json, from the store, beside the spec or the checkpoint. Raises ExportError."""

@@ -28,10 +28,11 @@ from peer.doctor import links, pace
 from peer.doctor.clock import clock_finding
 from peer.doctor.device import device_finding, memory_finding
 from peer.doctor.device_process import try_device
-from peer.doctor.disk import data_bytes, disk_finding, state_bytes
+from peer.doctor.disk import disk_finding, state_bytes
 from peer.doctor.findings import DoctorFinding, Verdict, verdict_of
 from peer.doctor.measurements import DownloadProbe
 from peer.doctor.probes import dial, disk_space, own_address
+from peer.fetched_data import data_bytes
 from peer.node.enrollment import run_folder
 from peer.node.options import NodeOptions
 from protocol.errors import CairnError

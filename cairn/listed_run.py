@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -13,12 +14,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from cairn.number_format import bar, percent
 from cairn.peer_screen import page_address
 from coordinator.authoring.memory import training_memory
+from peer.fetched_data import data_bytes
 from peer.units import byte_size, count
 from protocol.data_address import public_url
-from protocol.errors import CairnError, MalformedError
+from protocol.errors import CairnError, MalformedError, SpecError
 from protocol.ids import RunId
 from protocol.invite import HostPort
-from protocol.spec import RunSpec, open_spec
+from protocol.quiet_imports import quiet_imports
+from protocol.spec import AdapterSettings, RunSpec, open_spec
 from protocol.strict_json import read_json
 
 if TYPE_CHECKING:
@@ -165,19 +168,39 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
-def memory(spec: RunSpec) -> int:
-    """Return about how many bytes of memory training takes on one GPU."""
-    adapter = spec.model.adapter
-    frozen = 0 if adapter is None else adapter.base.size
+def memory(spec: RunSpec, device_type: str = "cuda") -> int:
+    """Return about how many bytes of memory training takes on one device of a type, "cuda" or "cpu".
+
+    A frozen base counts as the trainer holds it. Raises SpecError if the packages here do not know its model.
+    """
+    frozen = 0
+    if (adapter := spec.model.adapter) is not None:
+        with quiet_imports():
+            from protocol.adapter import held_bytes
+        frozen = held_bytes(spec.model.config, adapter, device_type)
     return training_memory(spec.model.layout, spec.model.config, spec.inner, spec.data.window, frozen)
+
+
+def packages(adapter: AdapterSettings | None) -> list[str]:
+    """Return the packages that a run needs beside those of every run."""
+    return [] if adapter is None else ["peft", "bitsandbytes"][: 1 + adapter.quantised]
 
 
 def lines(run: ListedRun) -> list[str]:
     """Return a run as lines for people."""
-    spec = run.spec
-    data = sum(shard.size for shard in spec.data.train)
-    read = any(public_url(address) for address in spec.data.addresses)
-    where = "read from an address as needed" if read else f"{byte_size(data)} to fetch"
+    spec, adapter = run.spec, run.spec.model.adapter
+    model = f"{count(spec.model.layout.numel)} parameters"
+    if adapter is not None:
+        base = f"a base of {count(adapter.parameters)} ({adapter.dtype}, {byte_size(adapter.base.size)})"
+        model = f"an adapter of {model} on {base}, needs {' and '.join(packages(adapter))}"
+    where = f"{byte_size(data_bytes(spec, private_data=False))} to fetch"
+    if any(public_url(address) for address in spec.data.addresses):
+        where += ", the rest read from an address as needed"
+    try:
+        on_gpu, on_cpu = (byte_size(memory(spec, kind)) for kind in ("cuda", "cpu"))
+        enough = f"a GPU with {on_gpu} of memory (estimated), or a CPU with {on_cpu}"
+    except SpecError as e:
+        enough = f"not known here: {_printable(str(e))}"
     tokens = sum(shard.tokens for shard in spec.data.train)
     done = f"{count(run.tokens)} tokens"
     if spec.total_tokens:
@@ -189,19 +212,25 @@ def lines(run: ListedRun) -> list[str]:
     return [
         f"{spec.name} ({spec.run_id.short})  {run.health}: {run.message}",
         *([f"  about     {run.description}"] if run.description else []),
-        f"  model     {_printable(spec.model.config['model_type'][:40])}, {count(spec.model.layout.numel)} parameters",
+        f"  model     {_printable(spec.model.config['model_type'][:40])}, {model}",
         f"  data      {count(tokens)} tokens, {where}; windows of {spec.data.window}",
         f"  progress  {done}, round {run.round}",
         f"  peers     {run.peers} training{speed}",
-        f"  enough    a GPU with {byte_size(memory(spec))} of memory (estimated), or a CPU with as much memory",
+        f"  enough    {enough}",
         f"  join      {JOIN[spec.admission.mode]}",
         *(f"  {name:<9} {said}" for name in ("license", "contact", "page") if (said := getattr(run, name))),
     ]
 
 
 def as_json(run: ListedRun) -> dict[str, Any]:
-    """Return a run as the JSON of `cairn runs --json` (docs/command_line.md)."""
-    spec = run.spec
+    """Return a run as the JSON of `cairn runs --json` (docs/command_line.md).
+
+    `memory_bytes` is null if the packages here do not know the model under an adapter.
+    """
+    spec, adapter = run.spec, run.spec.model.adapter
+    needed = None
+    with contextlib.suppress(SpecError):
+        needed = memory(spec)
     return {
         "name": spec.name,
         "run": str(spec.run_id),
@@ -209,8 +238,11 @@ def as_json(run: ListedRun) -> dict[str, Any]:
         "message": run.message,
         "model_type": spec.model.config["model_type"],
         "parameters": spec.model.layout.numel,
+        "base_parameters": 0 if adapter is None else adapter.parameters,
+        "packages": packages(adapter),
         "data_tokens": sum(shard.tokens for shard in spec.data.train),
         "data_bytes": sum(shard.size for shard in spec.data.train),
+        "fetched_bytes": data_bytes(spec, private_data=False),
         "window": spec.data.window,
         "round": run.round,
         "tokens": run.tokens,
@@ -218,7 +250,7 @@ def as_json(run: ListedRun) -> dict[str, Any]:
         "loss": run.loss,
         "peers": run.peers,
         "tokens_per_second": run.tokens_per_second,
-        "memory_bytes": memory(spec),
+        "memory_bytes": needed,
         "admission": spec.admission.mode,
         "page": run.page,
         "description": run.description,

@@ -43,23 +43,24 @@ from protocol.state import tensors_in
 
 def export_adapter(
     checkpoint: Path, config: Mapping[str, Any], adapter: AdapterSpec, tokenizer: Path, origin: Origin, out: Path, *,
-    chat: ChatSpec | None = None, force: bool = False,
+    base: str = "", chat: ChatSpec | None = None, force: bool = False,
 ) -> Exported:  # fmt: skip
     """Write the adapter of a checkpoint file to the folder `out`, for `peft.PeftModel.from_pretrained(base, out)`.
 
-    The arguments are those of `export.export`. Raises ExportError, and SpecError.
+    With `base`, the base's name on a hub or its folder, `AutoPeftModelForCausalLM.from_pretrained(out)` finds it. The
+    other arguments are those of `export.export`. Raises ExportError, and SpecError.
     """
     model = build_adapted(config, adapter)
     layout = model_layout(model)
     state = _state(checkpoint, layout, origin)
     settings: Any = model.peft_config[NAME]  # type: ignore[index]
-    settings.inference_mode = True
+    settings.inference_mode, settings.base_model_name_or_path = True, base or None
     named = {f"base_model.model.{name.replace(f'.{NAME}.weight', '.weight')}": t for name, t in state.items()}
     size = 4 * layout.numel
     with new_folder(out, size, force=force) as draft:
         save_file(named, draft / ADAPTER, metadata={"format": "pt"} | origin.metadata())
         settings.save_pretrained(str(draft))
-        card = adapter_card(origin, checkpoint_digest(checkpoint), layout.numel, adapter, config)
+        card = adapter_card(origin, checkpoint_digest(checkpoint), layout.numel, adapter, config, base)
         texts = tokenizer_texts(tokenizer, config, chat) | {"README.md": card}
         if chat is not None:
             texts |= generation_texts(config, chat)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,7 @@ library_name: $library
 pipeline_tag: text-generation
 tags:
 - cairn
----
+$more---
 
 # $name
 
@@ -82,18 +83,20 @@ def model_card(origin: Origin, state: Digest, parameters: int, architecture: str
     """Return the text of README.md; `state` is the digest of the checkpoint that was read."""
     return _card(
         origin, state, parameters, config, library="transformers", what="A causal language model",
-        weights=f"fp32, `{architecture}`", usage=USAGE,
+        weights=f"fp32, `{architecture}`", usage=USAGE, more="",
     )  # fmt: skip
 
 
 def adapter_card(
-    origin: Origin, state: Digest, parameters: int, adapter: AdapterSpec, config: Mapping[str, Any]
+    origin: Origin, state: Digest, parameters: int, adapter: AdapterSpec, config: Mapping[str, Any], base: str
 ) -> str:
-    """Return the text of README.md of an adapter alone."""
-    base = f"fp32; the base has {adapter.parameters:,} parameters ({adapter.dtype}), digest `{adapter.base.digest}`"
+    """Return the text of README.md of an adapter alone. `base`: its base's name or folder; "" if it is not known."""
+    weights = f"fp32; the base has {adapter.parameters:,} parameters ({adapter.dtype}), digest `{adapter.base.digest}`"
+    quoted = json.dumps(base or "BASE")  # YAML and Python read it alike
     return _card(
-        origin, state, parameters, config, library="peft", what="A LoRA adapter", weights=base, usage=ADAPTER_USAGE
-    )
+        origin, state, parameters, config, library="peft", what="A LoRA adapter", weights=weights,
+        usage=ADAPTER_USAGE.replace('"BASE"', quoted), more=f"base_model: {quoted}\n" if base else "",
+    )  # fmt: skip
 
 
 def _card(origin: Origin, state: Digest, parameters: int, config: Mapping[str, Any], **words: str) -> str:

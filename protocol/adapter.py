@@ -97,6 +97,13 @@ def hold_base(
     SpecError.
     """
     add_adapter(model, adapter)
+    return _hold_frozen(model, adapter, device, held=held, quantised=quantised)
+
+
+def _hold_frozen(
+    model: nn.Module, adapter: AdapterSettings, device: torch.device, *, held: torch.dtype, quantised: bool
+) -> Callable[[nn.Parameter], torch.dtype]:
+    """Do the same as `hold_base`, to a model whose parameters are frozen already."""
     if quantised:
         if device.type != "meta":
             check_kernels(adapter.dtype, device)
@@ -273,11 +280,16 @@ def merge_adapter(model: nn.Module) -> None:
 
 
 def held_bytes(config: Mapping[str, Any], adapter: AdapterSettings, device_type: str) -> int:
-    """Return the bytes that a trainer's device holds of a frozen base: those of `build_run_model`. Raises SpecError."""
-    held = held_dtype(adapter, device_type)
-    model = build_adapted(config, adapter, held=held, quantised=adapter.quantised)
+    """Return the bytes that a trainer's device holds of a frozen base: those of `build_run_model`.
+
+    It needs no `peft`: somebody who looks for a run has not installed it yet. Raises SpecError.
+    """
+    model, held = build_model(config, device="meta").requires_grad_(False), held_dtype(adapter, device_type)
+    for _, module in _trained_modules(model, adapter.train):
+        module.requires_grad_(True)
+    dtype_of = _hold_frozen(model, adapter, torch.device("meta"), held=held, quantised=adapter.quantised)
     codes = sum(layer.codes.nbytes + layer.absmax.nbytes for layer in _quantised(model).values())
-    return codes + sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+    return codes + sum(p.numel() * dtype_of(p).itemsize for p in model.parameters() if not p.requires_grad)
 
 
 def missing_package(adapter: AdapterSettings | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 
@@ -10,6 +11,19 @@ import click
 from cairn.commands.options import FILE, PLACE, invite_or_stdin
 from peer.units import byte_size
 from protocol.errors import CairnError, MalformedError
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+
+
+def _named(_context: click.Context, _parameter: click.Parameter, text: str | None) -> str | None:
+    """Return a base as loaders find it from anywhere. Raises click.BadParameter."""
+    if text is None:
+        return None
+    if (folder := Path(text).expanduser()).is_dir():
+        return str(folder.resolve())
+    if not HUB_NAME.fullmatch(text):
+        raise click.BadParameter(f"{text[:80]!r} is no folder here, and no model's name on a hub, such as org/model-7B")
+    return text
 
 
 @click.command()
@@ -21,7 +35,15 @@ from protocol.errors import CairnError, MalformedError
 )
 @click.option("--invite", callback=invite_or_stdin, help="The checkpoint must be of the run that this invite names.")
 @click.option("--merge", is_flag=True, help="Of an adapter: write the whole model, the adapter added to its base.")
-def export(checkpoint: Path, out: Path, force: bool, spec: Path | None, invite: str | None, merge: bool) -> None:
+@click.option(
+    "--base",
+    metavar="NAME_OR_FOLDER",
+    callback=_named,
+    help="Of an adapter: the base that OUT names, on a hub or here.  [default: the owner's folder, if it is here]",
+)
+def export(
+    checkpoint: Path, out: Path, force: bool, spec: Path | None, invite: str | None, merge: bool, base: str | None
+) -> None:
     """Write the model in CHECKPOINT as a folder OUT that transformers loads, or an adapter that peft loads.
 
     CHECKPOINT is a run's folder (its newest checkpoint), a state that a coordinator archived, or a checkpoint file.
@@ -35,6 +57,8 @@ def export(checkpoint: Path, out: Path, force: bool, spec: Path | None, invite: 
     except MalformedError as e:
         raise CairnError(f"--invite: {e}") from None
     found = find_checkpoint(checkpoint, spec, run, partial(click.echo, err=True))
+    if base is not None and (merge or found.adapter is None):
+        raise CairnError("--base: only an adapter that is exported alone names its base: leave it out")
     what, loads = "model ", f'AutoModelForCausalLM.from_pretrained("{out}")'
     if found.adapter is None:
         if merge:
@@ -44,17 +68,17 @@ def export(checkpoint: Path, out: Path, force: bool, spec: Path | None, invite: 
         from coordinator.adapter_export import export_adapter, export_merged
 
         given = (found.tokenizer, found.origin, out)
-        if not merge:
-            what, loads = "adapter", f'PeftModel.from_pretrained(base, "{out}")'
-            made = export_adapter(found.checkpoint, found.config, found.adapter, *given, chat=found.chat, force=force)
-        elif found.base is not None:
+        if merge:
             made = export_merged(
-                found.checkpoint, found.config, found.adapter, found.base, *given, chat=found.chat, force=force
+                found.checkpoint, found.config, found.adapter, found.base_file(), *given, chat=found.chat, force=force
             )
         else:
-            raise CairnError(
-                f"--merge: the base model is not in the run's folder: put it beside the checkpoint as "
-                f"{found.adapter.base.digest}.safetensors, or name the folder of a peer or the coordinator of the run"
+            base = base or found.base_folder
+            what, loads = "adapter", f'PeftModel.from_pretrained(base, "{out}")'
+            if base:
+                loads = f'AutoPeftModelForCausalLM.from_pretrained("{out}")'
+            made = export_adapter(
+                found.checkpoint, found.config, found.adapter, *given, base=base, chat=found.chat, force=force
             )
     o = found.origin
     facts = [] if o.round is None else [f"round {o.round}"]
@@ -64,4 +88,8 @@ def export(checkpoint: Path, out: Path, force: bool, spec: Path | None, invite: 
         facts.append(f"training loss {o.loss:.4f}")
     click.echo(f"run     {o.name} ({o.run.short}){': ' if facts else ''}{', '.join(facts)}")
     click.echo(f"{what:7} {made.parameters:,} parameters, {byte_size(made.size)}")
+    if what == "adapter":
+        named = base or "not known here, so OUT does not name it: --base NAME_OR_FOLDER --force does"
+        here = "  (to publish OUT: --base NAME --force)" if base and Path(base).is_dir() else ""
+        click.echo(f"base    {named}{here}")
     click.echo(f"folder  {made.folder}  ({loads})")

@@ -1,57 +1,93 @@
-"""`cairn generate`: text from an archived checkpoint."""
+"""`cairn generate`: text from a checkpoint of a run, or from an exported model."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from cairn.commands.options import PLACE, device_option
 from protocol.errors import CairnError
 
+if TYPE_CHECKING:
+    from cairn.checkpoints import FoundCheckpoint
+    from coordinator.authoring.chat_template import ChatTemplate
+
 
 @click.command()
 @click.argument("checkpoint", type=PLACE)
-@click.option("--prompt", required=True, help="The beginning of the text.")
+@click.option("--prompt", required=True, help="The beginning of the text; in chat, your message.")
 @click.option("--tokens", type=click.IntRange(1, 100_000), default=100, show_default=True, help="How much to write.")
 @click.option("--temperature", type=click.FloatRange(0, 10), default=0.8, show_default=True, help="0: the likeliest.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Another one gives another text.")
+@click.option("--raw", is_flag=True, help="Continue the prompt as it is, though the model learnt to answer in chat.")
 @device_option("cpu")
-def generate(checkpoint: Path, prompt: str, tokens: int, temperature: float, seed: int, device: str) -> None:
-    """Let the model in CHECKPOINT continue a prompt.
+def generate(checkpoint: Path, **options: Any) -> None:
+    """Let the model in CHECKPOINT continue a prompt, or answer it if it learnt that from conversations.
 
     CHECKPOINT is a run's folder, an archived state, a checkpoint file, or a model that `cairn export` made.
     """
-    click.echo(generate_text(checkpoint, prompt, tokens=tokens, temperature=temperature, seed=seed, device=device))
+    click.echo(generate_text(checkpoint, **options))
 
 
 def generate_text(
-    checkpoint: Path, prompt: str, *, tokens: int, temperature: float, seed: int, device: str = "cpu"
-) -> str:
-    """Return the prompt and its continuation. With `temperature` 0 each token is the likeliest.
+    checkpoint: Path, prompt: str, *, tokens: int, temperature: float, seed: int, device: str = "cpu",
+    raw: bool = False,
+) -> str:  # fmt: skip
+    """Return the prompt and its continuation; of a model with a chat template its answer alone, unless `raw`.
 
-    Raises CairnError when there is no checkpoint, the prompt is empty, or there is no such device.
+    With `temperature` 0 each token is the likeliest. Raises CairnError when there is no checkpoint, the prompt is
+    empty, or there is no such device.
     """
     from tokenizers import Tokenizer
 
     from cairn.checkpoints import find_checkpoint
-    from coordinator.checkpoints.evaluation import continue_prompt, load_archived, load_checkpoint
+    from coordinator.checkpoints.archive import MANIFEST
+    from coordinator.checkpoints.evaluation import continue_prompt, load_archived
+    from coordinator.checkpoints.evaluation_job import added_text, question
+    from coordinator.export import ADAPTER_CONFIG, MODEL, TOKENIZER
     from peer.training.device import choose_device
 
-    found, file = None, checkpoint / "tokenizer.json"
-    if not (file.is_file() and (checkpoint / "model.safetensors").is_file()):
-        found = find_checkpoint(checkpoint)
-        file = found.tokenizer
-        if found.adapter is not None:
-            raise CairnError(f"{checkpoint} has an adapter, no whole model: `cairn export --merge` makes one")
-    tokenizer = Tokenizer.from_file(str(file))
+    there = {name for name in (MANIFEST, MODEL, TOKENIZER, ADAPTER_CONFIG) if (checkpoint / name).is_file()}
+    if ADAPTER_CONFIG in there:
+        raise CairnError(
+            f"{checkpoint}: an adapter alone: name its run's folder, or a whole model that `cairn export --merge` makes"
+        )
+    found = None if there == {MODEL, TOKENIZER} else find_checkpoint(checkpoint)
+    tokenizer = Tokenizer.from_file(str(checkpoint / TOKENIZER if found is None else found.tokenizer))
     ids = tokenizer.encode(prompt).ids
     if not ids:
         raise CairnError("the prompt is empty: write at least one word")
     where = str(choose_device(device, os.cpu_count() or 1))
-    model = (
-        load_archived(checkpoint, where) if found is None
-        else load_checkpoint(found.checkpoint, found.config, found.origin, where)
-    )  # fmt: skip
-    return tokenizer.decode(continue_prompt(model, ids, tokens=tokens, temperature=temperature, seed=seed))
+    model: Any = load_archived(checkpoint, where) if found is None else _model_of(found, where)
+    template, ends = (None, []) if raw else _chat_of(found, checkpoint, model)
+    if template is None:
+        return tokenizer.decode(continue_prompt(model, ids, tokens=tokens, temperature=temperature, seed=seed))
+    ids = question(prompt, tokenizer, template)
+    said = continue_prompt(model, ids, tokens=tokens, temperature=temperature, seed=seed, ends=ends)
+    return added_text(tokenizer, ids, said)
+
+
+def _model_of(found: FoundCheckpoint, device: str) -> Any:
+    """Load the model of a run's checkpoint. Raises CairnError, and OSError."""
+    from coordinator.checkpoints.evaluation import load_adapted, load_checkpoint
+    from coordinator.export import held_layout
+
+    if found.adapter is not None:
+        held_layout(found.checkpoint, found.model.layout, found.origin)
+        return load_adapted(found.checkpoint, found.model, found.base_file(), device)
+    return load_checkpoint(found.checkpoint, found.config, found.origin, device)
+
+
+def _chat_of(found: FoundCheckpoint | None, folder: Path, model: Any) -> tuple[ChatTemplate | None, list[int]]:
+    """Return the chat template of a run, or of an exported model, and the tokens that end an answer; None without."""
+    from coordinator.authoring.chat_template import load_template
+    from coordinator.checkpoints.evaluation_job import run_template
+    from coordinator.export import TOKENIZER
+
+    if found is None:
+        end = model.generation_config.eos_token_id
+        return load_template(None, folder / TOKENIZER, ""), end if isinstance(end, list) else [end] * (end is not None)
+    return (None, []) if found.chat is None else (run_template(found.chat), found.chat.end_tokens)

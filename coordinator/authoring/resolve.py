@@ -8,6 +8,7 @@ Every later call returns the same spec, and refuses a run.toml or data that diff
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +42,9 @@ from protocol.spec import (
 )
 
 SPEC, RUN, DATA, GENESIS, BASE = "spec.signed", "run.json", "data", "genesis.safetensors", "base"
+BASE_FOLDER = "base-folder"
+"""A file with the path of the folder that the base was made from. An exported adapter names it."""
+
 Report = Callable[[str], None]
 Attention = Literal["document", "window"]
 
@@ -105,6 +109,8 @@ def resolve(
     spec = _spec(run_file, owner, model, prepared, genesis, adapter, data)
     envelope = sign_spec(owner, spec).encoded
     try:
+        if adapter is not None and run_file.weights is not None:
+            durable.replace(workdir / BASE_FOLDER, os.fsencode(run_file.weights.resolve()))
         durable.replace(workdir / RUN, json.dumps(run_file.model_dump(mode="json"), indent=1).encode())
         durable.replace(workdir / SPEC, envelope)  # last, since this file begins the run
     except OSError as e:

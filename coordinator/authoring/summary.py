@@ -7,6 +7,7 @@ import tempfile
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from coordinator.admission import cost_to_attackers
 from coordinator.authoring import tokens
@@ -75,6 +76,7 @@ def validate(path: Path) -> list[str]:
         f"({_bytes(state)} of it weights, gradients and moments"
         f"{f'; {_bytes(frozen)} the frozen base' if frozen else ''}), and of the machine's memory "
         f"{_bytes(round_bytes(layout, run_file.outer))} for the state between rounds",
+        *([] if adapter is None else [_dtypes_line(adapter, config, memory - frozen)]),
     ]
     if run_file.audit.replayable:
         lines.append("audits: updates are replayable; there is no error feedback, and a missed round costs its work")
@@ -117,6 +119,17 @@ def _adapter_line(adapter: AdapterSettings, model: RunModel) -> str:
         f"adapter: rank {adapter.rank}, alpha {adapter.alpha:g}, on a frozen base of {model.whole.numel:,} parameters "
         f"({adapter.dtype}), of which each peer fetches {_bytes(model.base.checkpoint_size)} once"
     )
+
+
+def _dtypes_line(adapter: AdapterSettings, config: dict[str, Any], rest: int) -> str:
+    """Tell the memory of a GPU for each dtype of the base, which decides whose cards suffice. `rest`: without a base.
+
+    A model without linear layers of torch has no smaller base than in bfloat16.
+    """
+    dtypes = ("bfloat16", "int8", "nf4")
+    held = {d: held_bytes(config, adapter.model_copy(update={"dtype": d}), "cuda") for d in dtypes}
+    each = ", ".join(f"{_bytes(rest + n)} with {d}" for d, n in held.items() if d == dtypes[0] or n < held[dtypes[0]])
+    return f"cards: model.adapter.dtype decides which suffice: a GPU needs about {each}"
 
 
 def _data(run_file: RunFile) -> tuple[int, int, list[str]]:

@@ -71,15 +71,15 @@ def load_checkpoint(
     return model.eval()
 
 
-def load_adapted(folder: Path, model: ModelSpec, base: Path, device: str = "cpu") -> torch.nn.Module:
-    """Load an archived adapter with its base, in evaluation mode, in fp32. Raises CairnError, and OSError."""
+def load_adapted(checkpoint: Path, model: ModelSpec, base: Path, device: str = "cpu") -> torch.nn.Module:
+    """Load the adapter of a state's file with its base, in evaluation mode, in fp32. Raises CairnError, and OSError."""
     from safetensors.torch import load_file
 
     assert model.adapter is not None
     built = build_run_model(model, device=device, exact=True)
     with open(base, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
         load_base(built, model.adapter, data)
-    state = load_file(folder / "model.safetensors")
+    state = load_file(checkpoint)
     load_state(built, {t.name: state[t.name] for t in model.layout.tensors if t.name in state})
     return built.eval()
 

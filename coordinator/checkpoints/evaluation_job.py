@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     import torch
     from tokenizers import Tokenizer
 
+    from coordinator.authoring.chat_template import ChatTemplate
+
 PROMPT_TOKENS = 16
 PROMPTS = 3
 """Number of validation windows whose beginnings are continued if the owner names no prompts."""
@@ -70,7 +72,7 @@ def evaluate(job: Row, spec: RunSpec, device: str, say: Callable[[Row], None]) -
     if job["base"] is None:
         model = load_archived(folder, device)
     else:
-        model = load_adapted(folder, spec.model, Path(job["base"]), device)
+        model = load_adapted(folder / "model.safetensors", spec.model, Path(job["base"]), device)
     if shards:
         windows, most, seconds = job["windows"], job["most"], job["seconds"]
         found = measure(model, spec.data, shards, max_windows=windows, most=most, seconds=seconds)
@@ -119,10 +121,14 @@ def _samples(job: Row, model: torch.nn.Module, data: DataSpec, folder: Path, sha
         prompt = prompt[-(data.window - tokens) :]
         for temperature in (0.0, job["temperature"]):
             ids = continue_prompt(model, prompt, tokens=tokens, temperature=temperature, seed=job["seed"], ends=ends)
-            begun, text = tokenizer.decode(prompt), tokenizer.decode(ids)
-            # Decoded together: a token may be half a character.
-            after = text[len(begun) :] if text.startswith(begun) else tokenizer.decode(ids[len(prompt) :])
-            yield {"prompt": plain(shown or begun), "text": plain(after), "temperature": temperature}
+            text = plain(added_text(tokenizer, prompt, ids))
+            yield {"prompt": plain(shown or tokenizer.decode(prompt)), "text": text, "temperature": temperature}
+
+
+def added_text(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> str:
+    """Return the text that a model added to a prompt. `ids`: of both, since a token may be half a character."""
+    begun, text = tokenizer.decode(prompt), tokenizer.decode(ids)
+    return text[len(begun) :] if text.startswith(begun) else tokenizer.decode(ids[len(prompt) :])
 
 
 def _beginnings(prompts: list[str], tokenizer: Tokenizer) -> Iterator[tuple[str, list[int]]]:
@@ -133,13 +139,23 @@ def _beginnings(prompts: list[str], tokenizer: Tokenizer) -> Iterator[tuple[str,
 
 
 def _questions(prompts: list[str], tokenizer: Tokenizer, chat: ChatSpec) -> Iterator[tuple[str, list[int]]]:
-    """Yield the tokens after which the model answers each prompt. The template is of the owner's own spec."""
+    """Yield the tokens after which the model answers each prompt."""
+    template = run_template(chat)
+    for text in prompts:
+        yield text, question(text, tokenizer, template)
+
+
+def run_template(chat: ChatSpec) -> ChatTemplate:
+    """Return the chat template of a run: here of the owner's own, in `cairn generate` of one that its user names."""
     from coordinator.authoring.chat_template import ChatTemplate
 
-    template = ChatTemplate(chat.template, {**chat.special_tokens}, "the run's chat template")
-    for text in prompts:
-        rendered = template.question([{"role": "user", "content": text}])
-        yield text, tokenizer.encode(rendered, add_special_tokens=False).ids
+    return ChatTemplate(chat.template, {**chat.special_tokens}, "the run's chat template")
+
+
+def question(text: str, tokenizer: Tokenizer, template: ChatTemplate) -> list[int]:
+    """Return the tokens after which a model answers a user's message. Raises DataInputError."""
+    rendered = template.question([{"role": "user", "content": text}])
+    return tokenizer.encode(rendered, add_special_tokens=False).ids
 
 
 def _held_out(data: DataSpec, shards: list[Path]) -> Iterator[tuple[str, list[int]]]:

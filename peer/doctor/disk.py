@@ -1,21 +1,15 @@
-"""The check of the disk, and the bytes that every peer fetches before it trains. Pure."""
+"""The check of the disk. Pure."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from peer.doctor.findings import DoctorFinding
-from peer.node.trainer_files import fetched_shards
+from peer.fetched_data import data_bytes
 from peer.units import byte_size
 from protocol.codec import make_codec
 from protocol.spec import RunSpec
 from protocol.state import state_layout
-
-
-def data_bytes(spec: RunSpec, *, private_data: bool) -> int:
-    """Return the bytes of tokenizer, training data and frozen base model that a peer fetches from members."""
-    base = 0 if spec.model.adapter is None else spec.model.adapter.base.size
-    return base + spec.tokenizer.size + sum(shard.size for shard in fetched_shards(spec, private_data=private_data))
 
 
 def state_bytes(spec: RunSpec) -> int:

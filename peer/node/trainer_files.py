@@ -9,15 +9,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from peer.channel import Start
+from peer.fetched_data import fetched_shards
 from peer.node.base_model import fetch_base_nearby, fetch_seconds
 from peer.node.network import Network
 from peer.node.options import NodeOptions
 from peer.store import Store
 from peer.store.disk import disk, remove
 from protocol.chain import Chain
-from protocol.data_address import public_url
 from protocol.ids import PeerKey
-from protocol.spec import BlobRef, DataShard, RunSpec
+from protocol.spec import BlobRef, RunSpec
 
 EPOCH = "epoch"
 """Name of the value in the store."""
@@ -43,12 +43,6 @@ async def fetch_training_files(spec: RunSpec, store: Store, network: Network, *,
         await _fetch("base model", adapter.base, store, network)
     for shard in fetched_shards(spec, private_data=private_data):
         await _fetch("data shard", shard, store, network)
-
-
-def fetched_shards(spec: RunSpec, *, private_data: bool) -> list[DataShard]:
-    """Return the training shards that a peer fetches from members: none if it may read them at an address."""
-    readable = any(private_data or public_url(address) for address in spec.data.addresses)
-    return [] if readable else list(spec.data.train)
 
 
 async def _fetch(what: str, blob: BlobRef, store: Store, network: Network) -> None:

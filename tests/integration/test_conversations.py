@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,20 @@ def test_a_model_answers_in_chat_what_it_was_taught(taught: Taught, tmp_path: Pa
         )
         ids = model.generate(**asked, do_sample=False, max_new_tokens=40)[0, asked["input_ids"].shape[1] :]
         assert tokenizer.decode(ids) == f"{answer}<|im_end|>"  # it stops there by itself
+
+
+def test_generate_asks_a_model_of_conversations_and_its_export_in_chat(taught: Taught, tmp_path: Path):
+    run = taught.run
+    state = shutil.copy(taught.state, tmp_path / "state.safetensors")
+    shutil.copy(taught.folder / "spec.json", tmp_path)
+    shutil.copy(run.blobs[run.spec.tokenizer.name], tmp_path / "tokenizer.json")
+    assert cairn("export", state, tmp_path / "out").returncode == 0
+    for place in (state, tmp_path / "out"):
+        for question, answer in QUESTIONS.items():
+            done = cairn("generate", place, "--prompt", question, "--tokens", "40", "--temperature", "0")
+            assert done.stdout == f"{answer}\n", done.stderr
+    raw = cairn("generate", state, "--prompt", "the fox?", "--tokens", "40", "--temperature", "0", "--raw")
+    assert raw.stdout.startswith("the fox?") and raw.stdout != "the fox?\n"
 
 
 def test_the_owner_s_prompts_are_answered_and_the_loss_is_of_trained_tokens(taught: Taught, tmp_path: Path):

@@ -5,19 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import sys
 from dataclasses import replace
 
 import pytest
 
-from cairn.listed_run import ListedRun, ask, lines, page_of
+from cairn.listed_run import ListedRun, as_json, ask, lines, packages, page_of
+from coordinator.authoring.memory import training_memory
 from coordinator.checkpoints.settings import AboutTable
+from peer.units import byte_size, count
 from protocol.errors import CairnError
+from protocol.spec import AdapterSettings
 from tests.support.command_line import (
     cairn,
     logging_as_it_was,  # noqa: F401 - a fixture
 )
 from tests.support.coordinator_fakes import FakeSwarm, make_spec
 from tests.support.coordinator_service import running, settled
+from tests.support.trainer_world import World
 
 SPEC = make_spec()
 
@@ -66,6 +71,37 @@ async def test_a_run_is_the_same_by_invite_and_by_the_address_of_its_page(tmp_pa
     assert told["name"] == SPEC.name and told["run"] == str(SPEC.run_id) and told["admission"] == "open"
     assert (told["description"], told["contact"], told["license"]) == ("Old stories", "ada@example.org", "data: CC0")
     assert told["memory_bytes"] > 14 * told["parameters"] > 0
+
+
+def test_a_run_that_trains_an_adapter_tells_of_its_base(tmp_path, monkeypatch):
+    spec = World.make(tmp_path, adapter=AdapterSettings(rank=4, alpha=8)).spec
+    monkeypatch.setitem(sys.modules, "peft", None)  # somebody who looks for a run has not installed it
+    model, adapter = spec.model, spec.model.adapter
+    assert adapter is not None
+    run = ListedRun(spec, "healthy", "well", 1, 1, 1.0, 1.0, 1, "")
+    base = f"a base of {count(adapter.parameters)} (bfloat16, {byte_size(adapter.base.size)})"
+    said = "\n".join(lines(run))
+    assert f"llama, an adapter of {count(model.layout.numel)} parameters on {base}, needs peft\n" in said
+    fetched = adapter.base.size + spec.data.train[0].size
+    assert f", {byte_size(fetched)} to fetch; " in said
+    # On a GPU linear layers are held as they are fetched, in bf16, and embeddings and norms in fp32.
+    in_fp32 = 64 * 32 + 3 * 32
+    without = training_memory(model.layout, model.config, spec.inner, spec.data.window)
+    on_gpu = without + 2 * (adapter.parameters - in_fp32) + 4 * in_fp32
+    on_cpu = without + 4 * adapter.parameters
+    assert f"a GPU with {byte_size(on_gpu)} of memory (estimated), or a CPU with {byte_size(on_cpu)}\n" in said
+    told = as_json(run)
+    assert (told["memory_bytes"], told["fetched_bytes"], told["packages"]) == (on_gpu, fetched, ["peft"])
+    assert packages(adapter.model_copy(update={"dtype": "nf4"})) == ["peft", "bitsandbytes"]
+
+    data = spec.data.model_copy(update={"addresses": ["https://example.org/data"]})
+    elsewhere = replace(run, spec=spec.model_copy(update={"data": data}))
+    read = f"{byte_size(adapter.base.size)} to fetch, the rest read from an address as needed"
+    assert read in "\n".join(lines(elsewhere)) and as_json(elsewhere)["fetched_bytes"] == adapter.base.size
+    newer = model.model_copy(update={"config": model.config | {"model_type": "llama9"}})
+    unknown = replace(run, spec=spec.model_copy(update={"model": newer}))
+    assert "enough    not known here: model: model_type is 'llama9'" in "\n".join(lines(unknown))
+    assert as_json(unknown)["memory_bytes"] is None
 
 
 def free_port() -> int:

@@ -3,37 +3,42 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from cairn.checkpoints import find_checkpoint
 from coordinator.adapter_export import export_adapter, export_merged
 from coordinator.authoring.errors import RunFileError
 from coordinator.authoring.resolve import ResolvedRun, resolve
 from coordinator.authoring.runfile import load_run
-from coordinator.authoring.summary import _bytes, validate
+from coordinator.authoring.summary import _bytes, _dtypes_line, validate
 from coordinator.authoring.toml_file import tomllib
+from coordinator.checkpoints.archive import Archive
 from coordinator.checkpoints.evaluation import load_adapted
 from coordinator.export import ExportError
 from coordinator.model_card import Origin
+from peer.store.blobs import blob_file
 from protocol.adapter import REQUIREMENT, build_adapted, held_bytes
 from protocol.codec import make_codec
 from protocol.errors import SpecError
 from protocol.identity import Identity
 from protocol.ledger.credits import CreditRule
 from protocol.merkle import blob_digest, blob_leaves
-from protocol.model import model_layout
+from protocol.model import model_layout, plain_config
 from protocol.quantised import ABSMAX
 from protocol.spec import AdapterSettings, AdapterSpec, parse_spec
 from protocol.state import checkpoint_chunks, state_digest, state_layout, tensors_from_checkpoint
-from tests.support.command_line import cairn
+from tests.support.command_line import cairn, refused
 
 OWNER = Identity(b"o" * 32)
 RUN = """
@@ -190,6 +195,18 @@ def test_validate_tells_of_the_base(base: Path, begun: ResolvedRun):
     assert "the frozen base)" in text
 
 
+def test_validate_tells_which_dtype_of_the_base_suits_which_cards(base: Path, begun: ResolvedRun):
+    for dtype in ("bfloat16", "nf4"):
+        file = run_file(base, ("rank = 4", f'rank = 4\ndtype = "{dtype}"'), name="cards.toml")
+        text = "\n".join(validate(file))
+        (needed,) = re.findall(r"memory: about (\S+ \S+) on each GPU", text)
+        each = r"a GPU needs about (\S+ \S+) with bfloat16, (\S+ \S+) with int8, (\S+ \S+) with nf4\n"
+        found = re.search(each, text)
+        assert found is not None and found[1 if dtype == "bfloat16" else 3] == needed and len({*found.groups()}) == 3
+    gpt2 = plain_config({"model_type": "gpt2", "vocab_size": 300, "n_embd": 32, "n_layer": 1, "n_head": 2})
+    assert _dtypes_line(AdapterSettings(rank=4, alpha=8), gpt2, 0).endswith(" with bfloat16")  # no linear layers
+
+
 @pytest.mark.parametrize(("dtype", "bits"), [("int8", 8.5), ("nf4", 4.5)])
 def test_a_base_is_quantised_once_and_used_and_merged_as_it_is_stored(
     base: Path, dtype: str, bits: float, tmp_path: Path
@@ -217,7 +234,7 @@ def test_a_base_is_quantised_once_and_used_and_merged_as_it_is_stored(
     export_adapter(path, run.spec.model.config, adapter, *given, tmp_path / "adapter")
     assert f"parameters ({dtype})" in (tmp_path / "adapter" / "README.md").read_text()
     with torch.inference_mode():
-        own = load_adapted(path.parent, run.spec.model, blob)(input_ids=TOKENS).logits
+        own = load_adapted(path, run.spec.model, blob)(input_ids=TOKENS).logits
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
         torch.testing.assert_close(merged(input_ids=TOKENS).logits, own, rtol=1e-4, atol=1e-4)
         # On the base as it was before it was quantised, the adapter says nearly the same.
@@ -243,7 +260,7 @@ def learnt(base: Path, begun: ResolvedRun) -> Path:
 @pytest.fixture(scope="module")
 def logits(begun: ResolvedRun, learnt: Path) -> Tensor:
     """Return what the run's own model says."""
-    model = load_adapted(learnt.parent, begun.spec.model, begun.blobs[adapter_of(begun).base.name])
+    model = load_adapted(learnt, begun.spec.model, begun.blobs[adapter_of(begun).base.name])
     with torch.inference_mode():
         return model(input_ids=TOKENS).logits
 
@@ -277,6 +294,27 @@ def test_peft_loads_the_exported_adapter_and_it_says_the_same(
         torch.testing.assert_close(loaded(input_ids=TOKENS).logits, logits, rtol=1e-5, atol=1e-5)
     assert (before - logits).abs().max() > 0.1
     assert "PeftModel.from_pretrained" in (out / "README.md").read_text()
+
+
+def test_an_exported_adapter_that_names_its_base_loads_alone(base: Path, learnt: Path, logits: Tensor, tmp_path: Path):
+    out, spec = tmp_path / "adapter", base / "work" / "spec.signed"
+    done = cairn("export", learnt, out, "--spec", spec)
+    assert f"base    {base / 'base'}  (to publish OUT" in done.stdout, done.stderr
+    assert f'AutoPeftModelForCausalLM.from_pretrained("{out}")' in done.stdout
+    for kind in (AutoPeftModelForCausalLM, AutoModelForCausalLM):
+        loaded: Any = kind.from_pretrained(str(out))
+        with torch.inference_mode():
+            off = (loaded.eval()(input_ids=TOKENS).logits - logits).norm() / logits.norm()
+        assert off < 0.02  # of the base as it was before it was rounded to bfloat16
+    done = cairn("export", learnt, out, "--spec", spec, "--force", "--base", "org/model-7B")
+    assert "base    org/model-7B\n" in done.stdout, done.stderr
+    assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == "org/model-7B"
+    card = (out / "README.md").read_text()
+    assert (
+        '\nbase_model: "org/model-7B"\n---\n' in card and 'AutoModelForCausalLM.from_pretrained("org/model-7B")' in card
+    )
+    assert "no folder here, and no model's name" in refused("export", learnt, out, "--base", "gone/to/rome")
+    assert "exported alone" in refused("export", learnt, out, "--spec", spec, "--merge", "--base", "org/model-7B")
 
 
 def test_a_merged_model_loads_alone_and_says_the_same(
@@ -326,7 +364,7 @@ def test_init_writes_a_run_that_trains_an_adapter(base: Path, begun: ResolvedRun
 def test_export_writes_an_adapter_or_a_merged_model(base: Path, begun: ResolvedRun, learnt: Path, tmp_path: Path):
     spec = base / "work" / "spec.signed"
     done = cairn("export", learnt, tmp_path / "adapter", "--spec", spec)
-    assert done.returncode == 0 and "PeftModel.from_pretrained(base, " in done.stdout, done.stderr
+    assert done.returncode == 0 and "adapter " in done.stdout, done.stderr
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
     again = cairn("export", learnt, tmp_path / "adapter", "--spec", spec)
     assert again.returncode == 1 and "--force to replace" in again.stderr
@@ -341,7 +379,37 @@ def test_export_without_the_base_says_where_to_put_it(begun: ResolvedRun, learnt
     shutil.copy(learnt, tmp_path / "state.safetensors")
     done = cairn("export", tmp_path / "state.safetensors", tmp_path / "out", "--merge")
     assert done.returncode == 1 and f"{adapter_of(begun).base.digest}.safetensors" in done.stderr
-    assert cairn("export", tmp_path / "state.safetensors", tmp_path / "out").returncode == 0
+    done = cairn("export", tmp_path / "state.safetensors", tmp_path / "out")
+    assert done.returncode == 0 and "base    not known here, so OUT does not name it: --base" in done.stdout
+    assert "PeftModel.from_pretrained(base, " in done.stdout
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"] is None
+    assert "base_model" not in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_volunteer_s_copy_of_a_state_finds_the_base_in_the_store(begun: ResolvedRun, learnt: Path, tmp_path: Path):
+    state, base = blob_digest(learnt.read_bytes()), adapter_of(begun).base
+    archive = Archive(tmp_path / "checkpoints", begun.spec, spec_envelope=begun.spec_envelope)
+    archive.add(learnt, begun.blobs[begun.spec.tokenizer.name], round=1, state=state, record=state, tokens=1)
+    held = blob_file(tmp_path / "store", base.name)
+    held.parent.mkdir(parents=True)
+    shutil.copy(begun.blobs[base.name], held)
+    assert find_checkpoint(tmp_path).base == held
+
+
+def test_generate_adds_an_adapter_to_its_base(begun: ResolvedRun, learnt: Path, tmp_path: Path):
+    (tmp_path / "spec.signed").write_bytes(begun.spec_envelope)
+    shutil.copy(begun.blobs[begun.spec.tokenizer.name], tmp_path / "tokenizer.json")
+    state, base = tmp_path / "state.safetensors", adapter_of(begun).base
+    shutil.copy(learnt, state)
+    asked = ("--prompt", "The quick", "--tokens", "8", "--temperature", "0")
+    assert f"put it beside the checkpoint as {base.digest}.safetensors" in refused("generate", state, *asked)
+    shutil.copy(begun.blobs[base.name], tmp_path)
+    said = cairn("generate", state, *asked)
+    assert said.returncode == 0 and said.stdout.startswith("The quick"), said.stderr
+    for out, how in (("adapter", ()), ("merged", ("--merge",))):
+        assert cairn("export", state, tmp_path / out, *how).returncode == 0
+    assert cairn("generate", tmp_path / "merged", *asked).stdout == said.stdout
+    assert "`cairn export --merge`" in refused("generate", tmp_path / "adapter", *asked)
 
 
 def test_a_missing_package_is_named_with_its_command(base: Path, begun: ResolvedRun, monkeypatch: pytest.MonkeyPatch):
@@ -351,8 +419,8 @@ def test_a_missing_package_is_named_with_its_command(base: Path, begun: Resolved
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     file = run_file(base, ("rank = 4", 'rank = 4\ndtype = "nf4"'), name="without.toml")
-    for refused in (lambda: validate(file), lambda: resolve(load_run(file), base / "without", OWNER)):
+    for attempt in (lambda: validate(file), lambda: resolve(load_run(file), base / "without", OWNER)):
         with pytest.raises(SpecError, match="without.toml: model.adapter: .* pip install 'bitsandbytes>="):
-            refused()
+            attempt()
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     assert project["optional-dependencies"]["lora"] == [REQUIREMENT]

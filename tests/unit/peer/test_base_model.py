@@ -11,8 +11,8 @@ from typing import Any, cast
 
 import pytest
 
-from peer.doctor.disk import data_bytes
 from peer.errors import PeerError
+from peer.fetched_data import data_bytes
 from peer.node import base_model
 from peer.node.base_model import read_from_address
 from peer.node.blob_retention import assets

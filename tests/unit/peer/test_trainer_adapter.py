@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,6 +44,7 @@ from tests.support.parallel_world import join
 from tests.support.trainer_world import BATCH, World, accepted_round, apply
 
 ADAPTER = AdapterSettings(rank=4, alpha=8, train=["input_layernorm"])
+ADAPTER_OF_ALL = AdapterSettings(rank=2, alpha=2)
 
 
 @pytest.fixture
@@ -337,14 +339,20 @@ def test_flops_count_the_base(world):
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "llama", "gpt2"])
-def test_the_base_under_an_adapter_has_the_names_of_the_plain_model(kind):
+def test_the_base_under_an_adapter_has_the_names_and_the_counted_memory_of_the_plain_model(kind, monkeypatch):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 1,
              "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64, "num_experts": 2,
              "num_local_experts": 2, "num_experts_per_tok": 1, "n_embd": 32, "n_layer": 1, "n_head": 2}  # fmt: skip
     known = CONFIG_MAPPING[kind]().to_dict()
     config = plain_config({"model_type": kind} | {k: v for k, v in sizes.items() if k in known})
-    adapted, plain = build_adapted(config, AdapterSettings(rank=2, alpha=2)), build_model(config, device="meta")
+    adapted, plain = build_adapted(config, ADAPTER_OF_ALL), build_model(config, device="meta")
     assert base_layout(adapted) == model_layout(plain)
+    held = build_adapted(config, ADAPTER_OF_ALL, device="cpu", held=torch.bfloat16)
+    counted = held_bytes(config, ADAPTER_OF_ALL, "cuda")
+    assert counted == sum(p.nbytes for p in held.parameters() if not p.requires_grad)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "peft", None)  # somebody who looks for a run has not installed it
+        assert held_bytes(config, ADAPTER_OF_ALL, "cuda") == counted
     of_nf4 = AdapterSettings(rank=2, alpha=2, dtype="nf4")
     if kind == "gpt2":
         with pytest.raises(SpecError, match="gpt2 has no linear layers of torch"):
