@@ -139,10 +139,15 @@ class CarriedReports:
         audited = self._audited(report)
         return audited.jury.keys() if audited is not None and audited.is_accused and not audited.is_decided else ()
 
-    def replayed_stake(self, record: Digest, update: Digest) -> int:
-        """Return the stake of the keys whose replays of an update the branch carries; 0 if it is audited no more."""
+    def is_decided(self, record: Digest, update: Digest) -> bool:
+        """Return whether the branch carries a decision about an update whose credit is pending."""
         audited = self._named(record, update)
-        if audited is None:
+        return audited is not None and audited.is_decided
+
+    def replayed_stake(self, record: Digest, update: Digest) -> int:
+        """Return the stake of the keys whose replays of an update the branch carries; 0 once it is decided."""
+        audited = self._named(record, update)
+        if audited is None or audited.is_decided:
             return 0
         return sum(audited.stakes.get(r.author, 0) for r in audited.reports if r.body.check == "replay")
 

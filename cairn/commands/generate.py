@@ -89,7 +89,6 @@ def _chat_of(found: FoundCheckpoint | None, folder: Path, model: Any) -> tuple[C
 
     if found is None:
         end = model.generation_config.eos_token_id
-        return load_template(None, folder / TOKENIZER, "", ""), end if isinstance(end, list) else [end] * (
-            end is not None
-        )
+        ends = end if isinstance(end, list) else [end] * (end is not None)
+        return load_template(None, folder / TOKENIZER, "", ""), ends
     return (None, []) if found.chat is None else (run_template(found.chat), found.chat.end_tokens)

@@ -196,7 +196,10 @@ def _continued(
         )
     changed = list(differences(before, run_file.model_dump(mode="json")))
     if changed:
-        raise RunChangedError(f"{run_file.path}: changed since the run began: {'; '.join(changed)}: {remedy}")
+        raise RunChangedError(
+            f"{run_file.path}: changed since the run began: {'; '.join(changed)}: {remedy}. If you changed nothing, this "
+            "Cairn has another default: write the former value into the file"
+        )
     blobs: dict[Digest, Path] = {}
     try:
         prepared = prepare_data(run_file, workdir / DATA, report, replace=False)

@@ -92,6 +92,8 @@ def validate(path: Path) -> list[str]:
                 f"warning: credit settles after {hold} rounds, and a conviction may take longer: set "
                 f"credit.hold_rounds = {REPLAYABLE_HOLD_ROUNDS}, or leave it out"
             )
+        checkpoint = state_layout(layout, run_file.outer).checkpoint_size
+        lines.append(f"checkpoints: each member keeps {keep}, {_bytes(keep * checkpoint)}, for replays")
         if keep * every < hold:
             lines.append(
                 f"warning: members keep what a replay needs for {keep * every} rounds, and credit is held for {hold}: "

@@ -138,8 +138,7 @@ def _signs(codec: Codec, announced: bytes, replayed: Replayed) -> float:
         same = torch.signbit(one) == torch.signbit(two)
         equal += int(same.sum())
         energies = one.square()
-        energy = float(energies.sum(dtype=torch.float64))
-        same_energy = float(energies.mul_(same).sum(dtype=torch.float64))
+        energy, same_energy = _total(energies), _total(energies.mul_(same))
         by_energy += tensor.numel * (same_energy / energy if energy else 1.0)
         if (rows := replayed.rows.get(tensor.name)) is not None:
             same = same.view(len(rows), -1)[rows]
@@ -147,6 +146,11 @@ def _signs(codec: Codec, announced: bytes, replayed: Replayed) -> float:
         equal_of_these += int(same.sum())
     numel = codec.layout.numel
     return min(equal / numel, by_energy / numel, equal_of_these / max(1, counted))
+
+
+def _total(values: Tensor) -> float:
+    """Return a sum of fp32 values in fp64. In pieces: torch makes an fp64 copy of what it adds."""
+    return sum(float(piece.sum(dtype=torch.float64)) for piece in values.split(2**20))
 
 
 def _scale(codec: Codec, announced: bytes, replayed: Replayed) -> float:

@@ -73,6 +73,9 @@ class Moments(Mapping[str, Tensor]):
         held = self._held[name]
         return held.read() if isinstance(held, EightBit) else held
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._held  # Mapping's own would read the values
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._held)
 
