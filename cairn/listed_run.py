@@ -35,6 +35,9 @@ ANSWER_SECONDS = 60.0
 
 MAX_STATUS = 1024 * 1024
 
+MOST_LAYERS = 256
+"""Layers of a frozen base up to which its memory is computed: to build one of them takes a millisecond."""
+
 JOIN = {
     "open": "open to everybody",
     "invite": "by invite: ask the run's owner",
@@ -171,10 +174,13 @@ def _printable(text: str) -> str:
 def memory(spec: RunSpec, device_type: str = "cuda") -> int:
     """Return about how many bytes of memory training takes on one device of a type, "cuda" or "cpu".
 
-    A frozen base counts as the trainer holds it. Raises SpecError if the packages here do not know its model.
+    A frozen base counts as the trainer holds it. Raises SpecError if the packages here do not know its model, or it
+    would take long to build: anybody may publish such a run.
     """
     frozen = 0
     if (adapter := spec.model.adapter) is not None:
+        if spec.model.config.get("num_hidden_layers", 0) > MOST_LAYERS:
+            raise SpecError(f"its base has more than {MOST_LAYERS} layers")
         with quiet_imports():
             from protocol.adapter import held_bytes
         frozen = held_bytes(spec.model.config, adapter, device_type)

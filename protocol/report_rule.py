@@ -21,7 +21,7 @@ ACCUSERS = 2
 NARROW = 0.015
 """Shares of equal signs by which two replays of an update in one precision differed at most, but for 6 pairs of 1,000.
 
-Measured for 12 updates on the five machines of `benchmarks.adversaries.honest`. `scale` differed by less.
+Measured for 12 updates on the five machines of `benchmarks.adversaries.honest`. Ratios of norms differed by less.
 """
 
 

@@ -197,8 +197,8 @@ def _continued(
     changed = list(differences(before, run_file.model_dump(mode="json")))
     if changed:
         raise RunChangedError(
-            f"{run_file.path}: changed since the run began: {'; '.join(changed)}: {remedy}. If you changed nothing, this "
-            "Cairn has another default: write the former value into the file"
+            f"{run_file.path}: changed since the run began: {'; '.join(changed)}: {remedy}. If you changed nothing, "
+            "this Cairn has another default: write the former value into the file"
         )
     blobs: dict[Digest, Path] = {}
     try:

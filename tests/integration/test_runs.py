@@ -102,6 +102,9 @@ def test_a_run_that_trains_an_adapter_tells_of_its_base(tmp_path, monkeypatch):
     unknown = replace(run, spec=spec.model_copy(update={"model": newer}))
     assert "enough    not known here: model: model_type is 'llama9'" in "\n".join(lines(unknown))
     assert as_json(unknown)["memory_bytes"] is None
+    deep = model.model_copy(update={"config": model.config | {"num_hidden_layers": 257}})
+    said = lines(replace(run, spec=spec.model_copy(update={"model": deep})))
+    assert "  enough    not known here: its base has more than 256 layers" in said
 
 
 def free_port() -> int:
