@@ -36,7 +36,7 @@ ANSWER_SECONDS = 60.0
 MAX_STATUS = 1024 * 1024
 
 MOST_LAYERS = 256
-"""Layers of a frozen base up to which its memory is computed: to build one of them takes a millisecond."""
+"""Layers of a frozen base up to which its memory is computed, which builds them. Llama 3.1 405B has 126."""
 
 JOIN = {
     "open": "open to everybody",
