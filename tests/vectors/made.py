@@ -61,6 +61,7 @@ from protocol.rebase_rule import rebase_refusal
 from protocol.record_node import RecordNode
 from protocol.reduce import Reduction, apply_reduced
 from protocol.reduce_plan import ReducePlan, committees, shard_count
+from protocol.report_rule import decide
 from protocol.rounds.round_state import proposer_order
 from protocol.spec import CodecSpec, OuterSpec, RunSpec, sign_spec
 from protocol.stake import StakeRule
@@ -626,6 +627,7 @@ def audits() -> dict[str, Any]:
             for n in (1, 3, 9) for seed in (digest("seed"), digest("another seed"))
         ],
         "due": [_due(name, windows) for name in range(8) for windows in ((64, 64, 300, 20), (700, 2000, 5000, 900))],
+        "decisions": [_decision(name) for name in range(40)],
     }  # fmt: skip
 
 
@@ -645,6 +647,38 @@ def _due(name: int, windows: Sequence[int]) -> dict[str, Any]:
         "auditors": [[authors.index(k) for k in draw_auditors(seed, key, stakes, AuditRule())] for key in authors],
         "jury": [_votes(authors, draw_jury(seed, key, stakes, AuditRule())) for key in authors],
         "small_jury": [_votes(authors, draw_jury(seed, key, stakes, AuditRule(jury=2))) for key in authors],
+    }  # fmt: skip
+
+
+VALUES = {True: (0.999, 0.985, 0.9849, 0.97), False: (0.5, 0.955, 0.9551, 0.9699)}
+"""Signs that pass and that fail: a clear value, one that is just clear, and two that are close to the threshold."""
+
+
+def _decision(name: int) -> dict[str, Any]:
+    """Return reports about the update of the first of seven authors, in the order of the chain, and what they decide.
+
+    Two auditors accuse it, or one in every eighth case. All others agree but for about one of six. The last author has
+    no stake.
+    """
+    authors = sorted(identity(f"contributor {i}").key for i in range(7))
+    stakes = dict(zip(authors, (5, 70, 64, 64, 30, 90, 0), strict=True))
+    made = audited_certificate(f"decision {name}", dict.fromkeys(authors, 64))
+    update, seed = made.record.body.updates[0], sha256(f"seed {name}".encode())
+    accusers = draw_auditors(seed, authors[0], stakes, AuditRule())[: 1 if name % 8 == 7 else 2]
+    rows, reports = [], []
+    for turn, reporter in enumerate([*map(authors.index, accusers), 6, 5, 4, 3, 2, 1]):
+        kind, other, close = sha256(f"report {name} {turn}".encode())[:3]
+        passed = turn >= len(accusers) and (name % 2 == 0) is (other >= 40)
+        value = VALUES[passed][close % 4 if name % 4 < 2 else close % 2]
+        scores, check = (Score("scale", 0.99, 0.8), Score("signs", value, 0.97)), "loss" if kind < 20 else "replay"
+        body = WorkReport(made.record.body.run, Round(3), made.digest, update.digest, check, scores)
+        reports.append(Signed(body, authors[reporter], digest(f"report {name} {turn}"), b""))
+        rows.append({"by": reporter, "check": check, "scores": [[s.value, s.threshold] for s in scores]})
+    decision = decide(made, seed, update, reports, stakes, AuditRule(jury=64))
+    said = decision and {"convicted": decision.convicted, "refuted": [authors.index(k) for k in decision.refuted]}
+    return {
+        "seed": seed.hex(), "authors": [key.hex() for key in authors], "stakes": list(stakes.values()),
+        "reports": rows, "decision": said,
     }  # fmt: skip
 
 

@@ -385,6 +385,29 @@ def jury(seed: bytes, author: bytes, stakes: dict[bytes, int], seats: int) -> di
     return votes
 
 
+def decision(
+    auditors: Sequence[bytes], votes: dict[bytes, int], reports: Sequence[tuple[bytes, str, list[list[float]]]]
+) -> tuple[bool, list[bytes]] | None:
+    """Return whether a jury convicts, and whom it refutes; None while it is undecided (docs/audits.md, What convicts).
+
+    `votes`: the jury's. `reports`: author, check, and each score's value and threshold, in the order of the chain.
+    """
+    margins: dict[bytes, float] = {}
+    for author, check, scores in reports:
+        if check == "replay" and (author in auditors or author in votes):
+            margins.setdefault(author, min(value - threshold for value, threshold in scores))
+    if sum(author in auditors and margin < 0 for author, margin in margins.items()) < 2:
+        return None
+    for convicts in (False, True):
+        agreeing = [a for a, margin in margins.items() if (margin < 0) is convicts and a in votes]
+        mass = sum(votes[a] for a in agreeing)
+        if 2 * mass > sum(votes.values()):
+            is_close = 2 * sum(votes[a] for a in agreeing if abs(margins[a]) < 0.015) >= mass
+            opposite = sorted(a for a, margin in margins.items() if (margin < 0) is not convicts)
+            return convicts, [] if is_close else opposite
+    return None
+
+
 def due_checks(seed: bytes, updates: Sequence[tuple[bytes, int, int]]) -> list[str | None]:
     """Return the check that is due for each update (docs/audits.md, Who is audited).
 

@@ -389,6 +389,22 @@ def test_the_checks_that_are_due_and_who_makes_them():
                 assert [jury.get(key, 0) for key in authors] == votes
 
 
+def test_the_decisions_that_follow_from_reports():
+    seen = set()
+    for case in read("audits")["decisions"]:
+        seed, authors = bytes.fromhex(case["seed"]), [bytes.fromhex(key) for key in case["authors"]]
+        stakes = dict(zip(authors, case["stakes"], strict=True))
+        others = {key: stake for key, stake in stakes.items() if key != authors[0]}
+        auditors = plain.draw_by_stake(b"cairn/v1/auditors" + seed + authors[0], others, 3)
+        votes = plain.jury(seed, authors[0], stakes, 64)
+        reports = [(authors[r["by"]], r["check"], r["scores"]) for r in case["reports"]]
+        found = plain.decision(auditors, votes, reports)
+        said = found and {"convicted": found[0], "refuted": [authors.index(key) for key in found[1]]}
+        assert said == case["decision"]
+        seen.add(None if found is None else (found[0], bool(found[1])))
+    assert seen == {None, (False, False), (False, True), (True, False), (True, True)}
+
+
 @pytest.mark.parametrize("case", cases("weighing"), ids=lambda c: c["name"])
 def test_the_weights_of_updates(case: dict[str, Any]):
     assert plain.weigh(case["claims"], case["histories"], case["round"], case["most"]) == case["weighed"]
