@@ -18,7 +18,7 @@ from coordinator.adapter_export import export_adapter, export_merged
 from coordinator.authoring.errors import RunFileError
 from coordinator.authoring.resolve import ResolvedRun, resolve
 from coordinator.authoring.runfile import load_run
-from coordinator.authoring.summary import _bytes, validate
+from coordinator.authoring.summary import size_text, validate
 from coordinator.authoring.toml_file import tomllib
 from coordinator.checkpoints.evaluation import load_adapted
 from coordinator.export import ExportError
@@ -208,8 +208,8 @@ def test_a_base_is_quantised_once_and_used_and_merged_as_it_is_stored(
     assert 8 * packed == bits * sum(model[n].numel() for n in linear)
     assert adapter.parameters == sum(t.numel() for t in model.values())
     text = "\n".join(validate(file))
-    assert f"parameters ({dtype}), of which each peer fetches {_bytes(adapter.base.size)} once" in text
-    assert f"{_bytes(held_bytes(run.spec.model.config, adapter, 'cuda'))} the frozen base)" in text
+    assert f"parameters ({dtype}), of which each peer fetches {size_text(adapter.base.size)} once" in text
+    assert f"{size_text(held_bytes(run.spec.model.config, adapter, 'cuda'))} the frozen base)" in text
 
     path = noise(run, tmp_path / "state")
     given = (run.blobs[run.spec.tokenizer.name], origin(run, path))
