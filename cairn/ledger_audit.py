@@ -58,9 +58,9 @@ def audit_ledger(text: str, *, as_json: bool, via: Sequence[str]) -> bool:
 
     found = asyncio.run(work())
     if as_json:
-        print(json.dumps(_plain(found), indent=1))
+        print(json.dumps(as_plain(found), indent=1))
     else:
-        for line in _lines(found):
+        for line in result_lines(found):
             click.echo(line)
     return found.clean
 
@@ -228,7 +228,8 @@ def _own_key(home: Path) -> PeerKey:
         raise CairnError(f"there is no {path}: name a peer with --peer, or receipts in files") from None
 
 
-def _lines(a: AuditResult) -> list[str]:
+def result_lines(a: AuditResult) -> list[str]:
+    """Return an audit's result for people."""
     r = a.report
     final = "nothing is finalized yet" if not r.rounds else "no member was there to say up to which round it is final"
     if a.final is not None:
@@ -251,7 +252,8 @@ def _lines(a: AuditResult) -> list[str]:
     return lines
 
 
-def _plain(a: AuditResult) -> dict[str, Any]:
+def as_plain(a: AuditResult) -> dict[str, Any]:
+    """Return an audit's result as a JSON object."""
     r = a.report
     return {
         "clean": a.clean,

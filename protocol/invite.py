@@ -202,7 +202,7 @@ def _pack_usual(address: str) -> bytes | None:
         return None
     try:
         ip, port = ipaddress.IPv4Address(match[1]), int(match[2])
-        key = PeerKey.from_libp2p_id(_from_base58(match[3]))
+        key = PeerKey.from_libp2p_id(from_base58(match[3]))
         packed = ip.packed + port.to_bytes(2, "big") + key
     except (ValueError, OverflowError, MalformedError):
         return None
@@ -211,10 +211,11 @@ def _pack_usual(address: str) -> bytes | None:
 
 def _unpack_usual(packed: bytes) -> str:
     ip, port, key = ipaddress.IPv4Address(packed[:4]), int.from_bytes(packed[4:6], "big"), PeerKey(packed[6:])
-    return f"/ip4/{ip}/tcp/{port}/p2p/{_base58(key.libp2p_id)}"
+    return f"/ip4/{ip}/tcp/{port}/p2p/{to_base58(key.libp2p_id)}"
 
 
-def _base58(data: bytes) -> str:
+def to_base58(data: bytes) -> str:
+    """Return bytes in Bitcoin's base 58, as libp2p writes keys."""
     number, digits = int.from_bytes(data, "big"), ""
     while number:
         number, digit = divmod(number, 58)
@@ -222,7 +223,8 @@ def _base58(data: bytes) -> str:
     return "1" * (len(data) - len(data.lstrip(b"\x00"))) + digits
 
 
-def _from_base58(text: str) -> bytes:
+def from_base58(text: str) -> bytes:
+    """Return the bytes that `to_base58` has written. Raises ValueError."""
     number = 0
     for character in text:
         number = number * 58 + _BASE58.index(character)

@@ -110,7 +110,7 @@ class Fluid:
         supply = float(up.sum()) * self._share
         for _ in range(3):
             wants = np.minimum(limit.sum(1), room)
-            give = _fair(wants, supply)
+            give = fair_shares(wants, supply)
             moved = _shared(limit, give)
             left -= moved
             limit -= moved
@@ -138,8 +138,8 @@ class Fluid:
             self._gone[columns] = np.minimum(self._gone[columns] + more, self._size[columns])
 
 
-def _fair(wants: Floats, supply: float) -> Floats:
-    """Max-min fair shares of a supply."""
+def fair_shares(wants: Floats, supply: float) -> Floats:
+    """Return max-min fair shares of a supply."""
     if wants.sum() <= supply:
         return wants
     order = np.sort(wants)

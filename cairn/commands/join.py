@@ -357,7 +357,7 @@ async def run_node(node: Node, screen: PeerScreen, stopping: asyncio.Future[Any]
     milestones = asyncio.create_task(log_milestones(lambda: screen.view(node.reporter.latest), node.store))
     is_auditor, beside = node.trainer is None, [milestones]
     if not is_auditor:
-        asking = _ask_for_credits(node.membership, screen, lambda: node.reporter.latest.members)
+        asking = ask_for_credits(node.membership, screen, lambda: node.reporter.latest.members)
         beside.append(asyncio.create_task(asking))
     with screen.showing(lambda: node.reporter.latest):  # drawn by another thread
         await asyncio.wait([running, stopping, leaving], return_when=asyncio.FIRST_COMPLETED)
@@ -399,7 +399,7 @@ def credit_seconds(members: int) -> float:
     return max(CREDIT_SECONDS, members / CREDIT_CALLS)
 
 
-async def _ask_for_credits(membership: Enrollment, screen: PeerScreen, members: Callable[[], int]) -> None:
+async def ask_for_credits(membership: Enrollment, screen: PeerScreen, members: Callable[[], int]) -> None:
     """Keep what the screen has of the coordinator fresh, for ever. A silent one is shown as such, and asked again."""
     from cairn.peer_screen import own_page
     from cairn.peer_view import PeerEarnings

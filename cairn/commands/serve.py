@@ -138,7 +138,7 @@ def serve_run(options: ServeOptions) -> None:
 
     _allow_many_files()
     listen, page = _endpoint(options.grpc, "--grpc"), _endpoint(options.page, "--page")
-    public, _ = _public(options, listen[1])
+    public, _ = public_addresses(options, listen[1])
     check_listen([options.swarm], "--swarm")
     run_file = load_run(options.run_file)
     folder = coordinator_folder(options.home, run_file.run.name)
@@ -155,7 +155,7 @@ def serve_run(options: ServeOptions) -> None:
             page_port=page[1],
             public=public,
             page_url=published_page(options),
-            codes=_codes(options.code, folder, resolved.spec),
+            codes=invite_codes(options.code, folder, resolved.spec),
             ledger=options.ledger,
             alerts=load_config(folder, options.webhook),
             about=options.settings.about,
@@ -207,7 +207,7 @@ async def _serve(
         from protocol.message_codec import MessageDecoder
 
     spec, folder, settings = resolved.spec, config.folder, options.settings
-    _, announce = _public(options, config.listen_port)
+    _, announce = public_addresses(options, config.listen_port)
     until = asyncio.Event()
     stop_on_signals(until)
     frozen = () if spec.model.adapter is None else (spec.model.adapter.base.name,)  # large, and not written to again
@@ -285,7 +285,7 @@ async def _coordinate(
 ) -> None:
     """Serve, and do the observer's work, until one of these tasks ends. Raises CairnError when it cannot start."""
     await coordinator.start()
-    tasks = [asyncio.create_task(each()) for each in (*work, partial(_keep_invite, coordinator, config))]
+    tasks = [asyncio.create_task(each()) for each in (*work, partial(keep_invite, coordinator, config))]
     try:
         _announce(coordinator, resolved, config)
         await asyncio.wait([*tasks, *ends], return_when=asyncio.FIRST_COMPLETED)
@@ -303,7 +303,7 @@ def _invite(coordinator: Coordinator, config: CoordinatorConfig) -> Invite:
     return coordinator.invite(config.codes[0] if config.codes else "")
 
 
-async def _keep_invite(coordinator: Coordinator, config: CoordinatorConfig) -> None:
+async def keep_invite(coordinator: Coordinator, config: CoordinatorConfig) -> None:
     """Keep the present members in the invite's file, for ever; a full disk only delays that.
 
     A newcomer enters by them when the coordinator has moved since.
@@ -345,7 +345,7 @@ def announcement(resolved: ResolvedRun, folder: Path, page: str, invite: Invite)
     ]
 
 
-def _codes(given: str, folder: Path, spec: RunSpec) -> tuple[str, ...]:
+def invite_codes(given: str, folder: Path, spec: RunSpec) -> tuple[str, ...]:
     """Return the invite codes of a run that admits by invite: the given one, or one made once and kept.
 
     Raises CairnError for a code that would admit nobody.
@@ -364,7 +364,7 @@ def _codes(given: str, folder: Path, spec: RunSpec) -> tuple[str, ...]:
     return (path.read_text().strip(),)
 
 
-def _public(options: ServeOptions, port: int) -> tuple[tuple[HostPort, ...], tuple[str, ...]]:
+def public_addresses(options: ServeOptions, port: int) -> tuple[tuple[HostPort, ...], tuple[str, ...]]:
     """Return the endpoint for invites and the swarm address to announce, both from --public."""
     if not options.public:
         return (), ()

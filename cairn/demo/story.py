@@ -100,7 +100,7 @@ def run_demo(folder: Path, run_file: Path | None, *, plain: bool, liars: int = 0
     load_run(run_file)  # says what is wrong with it, before anything starts
     if any(path.resolve().is_relative_to(folder.resolve()) for path in (run_file, run_file.parent)):
         raise CairnError(f"{run_file} is in {folder}, which the demo empties: move it, or name another with --folder")
-    lock = _clear(folder)
+    lock = clear_folder(folder)
     screen = DemoScreen(live=not plain and sys.stdout.isatty())
     processes: list[Process] = []
     try:
@@ -117,7 +117,7 @@ def run_demo(folder: Path, run_file: Path | None, *, plain: bool, liars: int = 0
         os.close(lock)
 
 
-def _clear(folder: Path) -> int:
+def clear_folder(folder: Path) -> int:
     """Return a descriptor that locks an empty folder; only the folder of an earlier demo is emptied.
 
     Raises CairnError.

@@ -63,20 +63,21 @@ def validate(path: Path) -> list[str]:
     lines = [
         f"{path} is a valid run file: {run_file.run.name}",
         f"model: {config['model_type']}, {layout.numel:,} parameters in {len(layout.tensors)} tensors; "
-        f"a checkpoint is {_bytes(state_layout(layout, run_file.outer).checkpoint_size)}",
+        f"a checkpoint is {size_text(state_layout(layout, run_file.outer).checkpoint_size)}",
         *([] if adapter is None else [_adapter_line(adapter, model)]),
         *weights,
         *data_lines,
         f"inner step: {inner.batch} windows of {counts_as} tokens = {step:,} tokens",
         f"round: ends at {round_.target_tokens:,} tokens of all peers together "
         f"({round_.target_tokens / step:.1f} inner steps), or after {round_.max_seconds:g} s",
-        f"update: {_bytes(update)} ({8 * update / layout.numel:.3f} bits a parameter, {run_file.codec.kind}); each "
-        f"round a peer sends its own and fetches every other contributor's: with 16 peers {_bytes(15 * update)} down",
-        f"memory: about {_bytes(memory)} on each GPU "
-        f"({_bytes(state)} of it weights, gradients and moments"
-        f"{f'; {_bytes(frozen)} the frozen base' if frozen else ''}), and of the machine's memory "
-        f"{_bytes(round_bytes(layout, run_file.outer))} for the state between rounds",
-        *([] if adapter is None else [_dtypes_line(adapter, config, memory - frozen)]),
+        f"update: {size_text(update)} ({8 * update / layout.numel:.3f} bits a parameter, {run_file.codec.kind}); each "
+        "round a peer sends its own and fetches every other contributor's: with 16 peers "
+        f"{size_text(15 * update)} down",
+        f"memory: about {size_text(memory)} on each GPU "
+        f"({size_text(state)} of it weights, gradients and moments"
+        f"{f'; {size_text(frozen)} the frozen base' if frozen else ''}), and of the machine's memory "
+        f"{size_text(round_bytes(layout, run_file.outer))} for the state between rounds",
+        *([] if adapter is None else [dtypes_line(adapter, config, memory - frozen)]),
     ]
     if run_file.audit.replayable:
         lines.append("audits: updates are replayable; there is no error feedback, and a missed round costs its work")
@@ -93,7 +94,7 @@ def validate(path: Path) -> list[str]:
                 f"credit.hold_rounds = {REPLAYABLE_HOLD_ROUNDS}, or leave it out"
             )
         checkpoint = state_layout(layout, run_file.outer).checkpoint_size
-        lines.append(f"checkpoints: each member keeps {keep}, {_bytes(keep * checkpoint)}, for replays")
+        lines.append(f"checkpoints: each member keeps {keep}, {size_text(keep * checkpoint)}, for replays")
         if keep * every < hold:
             lines.append(
                 f"warning: members keep what a replay needs for {keep * every} rounds, and credit is held for {hold}: "
@@ -119,18 +120,20 @@ def _adapter_line(adapter: AdapterSettings, model: RunModel) -> str:
     assert model.base is not None
     return (
         f"adapter: rank {adapter.rank}, alpha {adapter.alpha:g}, on a frozen base of {model.whole.numel:,} parameters "
-        f"({adapter.dtype}), of which each peer fetches {_bytes(model.base.checkpoint_size)} once"
+        f"({adapter.dtype}), of which each peer fetches {size_text(model.base.checkpoint_size)} once"
     )
 
 
-def _dtypes_line(adapter: AdapterSettings, config: dict[str, Any], rest: int) -> str:
+def dtypes_line(adapter: AdapterSettings, config: dict[str, Any], rest: int) -> str:
     """Tell the memory of a GPU for each dtype of the base, which decides whose cards suffice. `rest`: without a base.
 
     A model without linear layers of torch has no smaller base than in bfloat16.
     """
     dtypes = ("bfloat16", "int8", "nf4")
     held = {d: held_bytes(config, adapter.model_copy(update={"dtype": d}), "cuda") for d in dtypes}
-    each = ", ".join(f"{_bytes(rest + n)} with {d}" for d, n in held.items() if d == dtypes[0] or n < held[dtypes[0]])
+    each = ", ".join(
+        f"{size_text(rest + n)} with {d}" for d, n in held.items() if d == dtypes[0] or n < held[dtypes[0]]
+    )
     return f"cards: model.adapter.dtype decides which suffice: a GPU needs about {each}"
 
 
@@ -221,7 +224,8 @@ def _bytes_per_token(vocabulary: int) -> float:
     return min(4.5, max(1.0, 3.0 + 0.5 * (math.log2(max(2, vocabulary)) - 10)))
 
 
-def _bytes(n: float) -> str:
+def size_text(n: float) -> str:
+    """Return a number of bytes with its unit, for people."""
     for unit in ("B", "kB", "MB", "GB"):
         if n < 1000:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.3g} {unit}"

@@ -38,7 +38,8 @@ MAX_TEXT = 1000
 """Maximum number of characters of a text."""
 
 
-def _work(job: Row, say: Callable[[Row], None]) -> None:
+def do_job(job: Row, say: Callable[[Row], None]) -> None:
+    """Evaluate as a job says, and call `say` with each row. Raises CairnError, and OSError."""
     os.environ["OMP_NUM_THREADS"] = str(job["threads"])
     with quiet_imports():
         import torch
@@ -193,4 +194,4 @@ def plain(text: str, limit: int = MAX_TEXT) -> str:
 
 
 if __name__ == "__main__":
-    serve_job(_work)
+    serve_job(do_job)

@@ -9,7 +9,7 @@ import torch
 
 from peer.channel.messages import Memory
 
-_STATM = Path("/proc/self/statm")
+STATM = Path("/proc/self/statm")
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 UNKNOWN = 2**29
@@ -26,7 +26,7 @@ def memory_of(device: torch.device) -> Memory | None:
         whole = torch.cuda.get_device_properties(device).total_memory
         return Memory(torch.cuda.max_memory_allocated(device), whole)
     try:
-        pages = int(_STATM.read_text().split()[1])
+        pages = int(STATM.read_text().split()[1])
     except (OSError, ValueError, IndexError):
         return None
     page = os.sysconf("SC_PAGE_SIZE")

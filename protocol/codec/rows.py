@@ -20,7 +20,7 @@ def topk(x: Tensor, k: int) -> Tensor:
     Of equal ones the first. NaN counts as larger than every number.
     """
     if x.device.type != "cpu":
-        return _topk_by_torch(x, k)
+        return topk_by_torch(x, k)
     n, m = x.shape
     magnitudes = np.bitwise_and(x.numpy().view(np.int32), _MAGNITUDE)
     least = np.partition(magnitudes, m - k, axis=1)[:, m - k, None]
@@ -35,7 +35,8 @@ def topk(x: Tensor, k: int) -> Tensor:
     return torch.from_numpy(chosen)
 
 
-def _topk_by_torch(x: Tensor, k: int) -> Tensor:
+def topk_by_torch(x: Tensor, k: int) -> Tensor:
+    """Return the same as `topk`, on any device."""
     n, m = x.shape
     magnitudes = x.contiguous().view(torch.int32) & _MAGNITUDE
     # topk may take any of several equal values; only the value of the last one is defined.

@@ -13,6 +13,7 @@ import ssl
 import subprocess
 import sys
 import time
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +35,7 @@ from coordinator.errors import TooManyError
 from coordinator.health import NAME
 from coordinator.interceptor import CALLS_OF_ONE, STREAMS_OF_ONE, LimitsInterceptor
 from coordinator.limits import ConcurrencyLimit
+from coordinator.rpc import CoordinatorService
 from peer.coordinator_client import server_certificate
 from protocol.envelope import seal
 from protocol.invite import TLS_NAME, HostPort
@@ -370,19 +372,18 @@ def test_honest_calls_are_answered_while_ten_times_as_many_bad_ones_come(world):
 
 
 async def test_a_bug_in_a_method_tells_a_stranger_nothing(tmp_path, monkeypatch, caplog):
-    async def broken():
+    async def broken(_service):
         raise ValueError("the password is 1234")
 
+    monkeypatch.setattr(CoordinatorService, "run_reply", broken)
     async with running(tmp_path, SPEC) as (c, _), raw_stub(c) as stub:
-        monkeypatch.setattr(c._service, "run_reply", broken)
         code, said = await refusal(stub.GetRun(wire.GetRunRequest(run=bytes(SPEC.run_id)), timeout=LIMIT))
         assert code is Code.INTERNAL and "1234" not in said and "log" in said
         assert "1234" in caplog.text
 
 
-async def test_who_watches_its_health_is_told_that_it_goes(tmp_path):
-    import grpc.aio
-
+async def test_who_watches_its_health_is_told_that_it_goes(tmp_path, monkeypatch):
+    monkeypatch.setattr("coordinator.health.LOOK_SECONDS", 0.05)
     async with running(tmp_path, SPEC) as (c, _):
         der = await asyncio.to_thread(server_certificate, HostPort("127.0.0.1", c.grpc_port))
         credentials = grpc.ssl_channel_credentials(ssl.DER_cert_to_PEM_cert(der).encode())
@@ -392,9 +393,10 @@ async def test_who_watches_its_health_is_told_that_it_goes(tmp_path):
                 health_pb2.HealthCheckRequest(service=NAME), timeout=LIMIT
             )
             seen = [(await watch.read()).status]
-            c._health.serving = False
+            stopping = asyncio.create_task(c.stop())
             seen.append((await watch.read()).status)
             watch.cancel()
+            await stopping
         assert seen == [1, 2]
 
 
@@ -468,13 +470,24 @@ def test_places_are_bounded_freed_once_and_forgotten():
     first, _ = places.take("a"), places.take("a")
     with pytest.raises(TooManyError):
         places.take("a")
-    places.take("b")
+    free_b = places.take("b")
     with pytest.raises(TooManyError):
         places.take("c")
     first()
     first()
-    assert len(places) == 2 and set(places._held) == {"a", "b"}
-    places.take(None)
+    assert len(places) == 2
+    last = places.take(None)
     with pytest.raises(TooManyError):
         places.take(None)
     assert len(places) == 3 and CALLS_OF_ONE >= 64
+    last()
+    tracemalloc.start()
+    for n in range(10_000):
+        places.take(f"caller {n}")()
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert used < 100_000, "who has none is forgotten"
+    free_b()
+    places.take("a")
+    with pytest.raises(TooManyError):
+        places.take("a")  # it has one of the first two still

@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from starlette.applications import Starlette
 
 from cairn.connection import CoordinatorConnection
-from cairn.ledger_audit import AuditResult, _lines, _plain, audit_credits, receipt_problem
+from cairn.ledger_audit import AuditResult, as_plain, audit_credits, receipt_problem, result_lines
 from cairn.main import main
 from coordinator.credits.leaderboard import Leaderboard
 from coordinator.credits.log import CreditLog
@@ -203,7 +203,7 @@ async def made(folder: Path, monkeypatch: pytest.MonkeyPatch, rounds: int = 8):
 async def test_honest_credits_are_clean(tmp_path, monkeypatch):
     async with made(tmp_path, monkeypatch) as w:
         first = await w.audit()
-        assert first.clean, _lines(first)
+        assert first.clean, result_lines(first)
         assert (first.report.rounds, first.from_members, first.from_coordinator) == (8, {peer(1).key: 8}, 0)
         await w.post(2)
         second = await w.audit()
@@ -212,9 +212,9 @@ async def test_honest_credits_are_clean(tmp_path, monkeypatch):
         weighed = [c.record.body.weighed for c in w.swarm.chain.certificates]
         assert {sum(each) for each in weighed[:1]} == {60} and sum(map(sum, weighed)) == 10 * (40 + 30 + 20)
         assert second.report.issued == sum(RULE.micro_credits(n) for each in weighed for n in each)
-        text = "\n".join(_lines(second))
+        text = "\n".join(result_lines(second))
         assert "clean" in text and "10 certificates from 1 members" in text
-        assert json.loads(json.dumps(_plain(second)))["clean"] is True
+        assert json.loads(json.dumps(as_plain(second)))["clean"] is True
 
 
 async def test_what_members_no_longer_keep_comes_from_the_coordinator_and_is_said(tmp_path, monkeypatch):
@@ -232,7 +232,7 @@ async def test_a_swarm_where_nobody_answers_is_said(tmp_path, monkeypatch):
         found = await w.audit()
         assert found.clean and found.from_coordinator == 8
         assert any("no member of the swarm" in x for x in found.warnings)
-        text = "\n".join(_lines(found))
+        text = "\n".join(result_lines(found))
         assert "8 final rounds" in text and "; no member was there to say up to which round it is final" in text
 
 
@@ -300,7 +300,7 @@ async def test_a_void_that_no_verdict_says_is_named_and_so_is_one_that_is_kept_b
         w.swarm.chain.carry(KeySigner(OWNER).sign(Directive(SPEC.run_id, 1, verdicts=(verdict,))))
         await w.post(3)
         found = await w.audit()
-        assert found.clean and found.report.voided > 0, _lines(found)
+        assert found.clean and found.report.voided > 0, result_lines(found)
         await w.falsified("UPDATE lines SET voided_by = 5 WHERE number = 4 AND line = 0")
         assert ["no verdict in the chain says so" in f for f in await w.found()] == [True]
         await w.falsified("UPDATE lines SET voided_by = NULL")
@@ -427,7 +427,7 @@ async def test_a_rollback_is_clean_also_when_members_have_left_the_branch(tmp_pa
         assert len(found.report.unproved) == 2 and found.report.findings == []
         w.swarm.left = old.certificates[6:]
         found = await w.audit()
-        assert found.clean, _lines(found)
+        assert found.clean, result_lines(found)
 
 
 async def test_what_the_coordinator_alone_tells_of_a_rollback_is_not_what_members_have_heard(tmp_path, monkeypatch):
@@ -458,7 +458,7 @@ async def test_rounds_long_past_are_the_chains_also_after_a_rolled_back_one_was_
             w.clock[0] += 61
             await w.ledger.run(lambda ledger, a=account: ledger.post(a))
         found = await w.audit()
-        assert found.clean, _lines(found)
+        assert found.clean, result_lines(found)
 
 
 async def test_an_old_final_that_was_rolled_back_is_no_reason_to_blame_the_log(tmp_path, monkeypatch):

@@ -42,8 +42,7 @@ async def test_the_coordinator_signs_what_it_settles_and_shows_the_newest_judgem
     try:
         newest = await until(world.newest_final, "a checkpoint is final")
         assert newest is not None and newest.round == 5  # 12 rounds, three of depth: 8 is final, 10 is not
-        coordinator._overview = None
-        o = coordinator.overview()
+        o = await until(lambda: (o := coordinator.overview()).final_round == 8 and o, "8 rounds are shown as final")
         assert (o.final_round, o.validation_round, o.validation_loss, o.archive_problem) == (8, 5, 4.5, "")
         shown = keeper.checkpoints()
         assert [(c["round"], c["final"], c["validation_loss"]) for c in shown] == [

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import grpc
 import grpc.aio
@@ -23,11 +22,13 @@ from coordinator.admission_table import AdmissionTable
 from coordinator.alerts import rules
 from coordinator.errors import CoordinatorError, LedgerError, PortTakenError, RefusedError, TooManyError
 from coordinator.ledger import Ledger
-from coordinator.limits import ConcurrencyLimit, NetworkLimit, Rate, RateLimit, caller_of, is_loopback
+from coordinator.limits import NetworkLimit, Rate, RateLimit, caller_of, is_loopback
 from coordinator.overview import amount, duration
 from coordinator.page.app import STATIC
+from coordinator.page.feed import Feed
 from coordinator.service import Coordinator, CoordinatorConfig
 from coordinator.swarm import RestingState
+from peer import coordinator_client
 from peer.coordinator_client import (
     CoordinatorClient,
     CoordinatorRefused,
@@ -40,12 +41,11 @@ from protocol.coordinator_address import CoordinatorAddress
 from protocol.envelope import seal
 from protocol.errors import CairnError
 from protocol.ids import Digest
-from protocol.invite import TLS_NAME, HostPort, Invite
+from protocol.invite import HostPort, Invite
 from protocol.proof_of_work import find_proof, is_proof
 from protocol.spec import sign_spec
 from protocol.version import PROTOCOL
 from protocol.wire import coordinator_pb2 as wire
-from protocol.wire import coordinator_pb2_grpc as stubs
 from tests.support.coordinator_fakes import FakeSwarm, make_archiver, make_spec, peer, state
 from tests.support.coordinator_service import SPEC, client, raw_stub, refusal, running, settled, web
 from tests.support.specs import OWNER
@@ -65,9 +65,10 @@ async def test_a_fault_in_what_is_shown_does_not_silence_the_page_for_ever(tmp_p
         monkeypatch.setattr(coordinator.api, "event", event)
         swarm.round({0: 10})
         await until(lambda: "publisher: a fault of the coordinator" in caplog.text, "the fault is logged")
+        shown: list[bytes] = []
+        monkeypatch.setattr(coordinator.feed, "publish", shown.append)
         fails.clear()
-        coordinator.feed._latest = None
-        await until(lambda: coordinator.feed._latest is not None, "the page is shown again")
+        await until(lambda: shown, "the page is shown again")
 
 
 # -- the four calls ----------------------------------------------------------------------------------------------
@@ -108,11 +109,13 @@ async def test_who_asks_again_gets_no_second_spec_and_is_informed_of_the_end(tmp
 
 async def test_a_wide_network_has_a_few_times_the_reads_of_one_address(tmp_path, monkeypatch):
     monkeypatch.setattr(rpc, "READS", Rate(per_second=1e-6, burst=5))
+    callers = (caller_of(f"ipv6:[2001:db8:0:{n:x}00::1]:1") for n in range(50))
+    monkeypatch.setattr(rpc, "caller_of", lambda _: next(callers))
     request, answered = wire.GetRunRequest(run=bytes(SPEC.run_id)), 0
-    async with running(tmp_path) as (c, _):
-        with pytest.raises(TooManyError):
-            for n in range(50):
-                await c._service.GetRun(request, SimpleNamespace(peer=lambda n=n: f"ipv6:[2001:db8:0:{n:x}00::1]:1"))
+    async with running(tmp_path) as (c, _), raw_stub(c) as stub:
+        with pytest.raises(grpc.aio.AioRpcError, match="too many requests"):
+            while True:
+                await stub.GetRun(request, timeout=LIMIT)
                 answered += 1
     assert answered == 4 * 5
 
@@ -244,26 +247,26 @@ async def test_another_certificate_than_the_invites_is_refused_before_anything_i
             await ask.get_run()
 
 
-async def test_a_client_that_pinned_one_certificate_is_not_answered_by_another(tmp_path):
+async def test_a_client_that_pinned_one_certificate_is_not_answered_by_another(tmp_path, monkeypatch):
     """A server put in the coordinator's place after the certificate was fetched is stopped by TLS itself."""
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     async with running(tmp_path / "a") as (a, _), running(tmp_path / "b") as (b, _):
-        ask = client(a)
-        channel = await ask._channel(ask._places[0])
-        pem = await asyncio.to_thread(server_certificate, HostPort("127.0.0.1", a.grpc_port))
-        import ssl
+        fetched: list[HostPort] = []
 
-        credentials = grpc.ssl_channel_credentials(ssl.DER_cert_to_PEM_cert(pem).encode())
-        wrong = grpc.aio.secure_channel(
-            f"127.0.0.1:{b.grpc_port}", credentials, options=[("grpc.ssl_target_name_override", TLS_NAME)]
-        )
-        with pytest.raises(grpc.aio.AioRpcError) as e:
-            await stubs.CoordinatorStub(wrong).GetRun(wire.GetRunRequest(run=bytes(SPEC.run_id)), timeout=LIMIT)
-        assert e.value.code() is grpc.StatusCode.UNAVAILABLE
-        await wrong.close()
-        assert channel is await ask._channel(ask._places[0])
-        await ask.close()
+        def certificate(endpoint: HostPort) -> bytes:
+            """Return what the first server shows, which was at every address a moment ago."""
+            fetched.append(endpoint)
+            return server_certificate(HostPort("127.0.0.1", a.grpc_port))
+
+        monkeypatch.setattr(coordinator_client, "server_certificate", certificate)
+        async with client(b, fingerprint=a.fingerprint) as ask:
+            with pytest.raises(CoordinatorUnreachable):
+                await ask.get_run()
+        async with client(a) as ask:
+            await ask.get_run()
+            await ask.get_run()
+        assert fetched == [HostPort("127.0.0.1", c.grpc_port) for c in (b, a)], "once for a connection"
 
 
 async def test_nobody_there_and_no_coordinator_there_are_told_apart(tmp_path):
@@ -488,10 +491,10 @@ async def test_a_call_that_takes_too_long_is_ended_by_the_server(tmp_path, monke
     monkeypatch.setattr(interceptor, "DEADLINE", 0.2)
     async with running(tmp_path) as (c, _), raw_stub(c) as stub:
 
-        async def slow():
+        async def slow(_service):
             await asyncio.sleep(NEVER)
 
-        monkeypatch.setattr(c._service, "run_reply", slow)
+        monkeypatch.setattr(rpc.CoordinatorService, "run_reply", slow)
         code, said = await refusal(stub.GetRun(wire.GetRunRequest(run=bytes(SPEC.run_id))))
         assert code is grpc.StatusCode.DEADLINE_EXCEEDED and "busy" in said
 
@@ -659,7 +662,8 @@ async def test_names_and_devices_of_strangers_reach_the_page_as_data_only(tmp_pa
             await ask.admit(peer(2), "a\x1b[2Jb")
 
 
-async def test_a_viewer_is_told_of_a_round_at_once_and_viewers_are_bounded(tmp_path):
+async def test_a_viewer_is_told_of_a_round_at_once_and_viewers_are_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(service, "Feed", partial(Feed, limit=1))
     async with running(tmp_path) as (c, swarm), web(c) as get:
         async with get.stream("GET", "/events") as events:
             lines = events.aiter_lines()
@@ -673,7 +677,6 @@ async def test_a_viewer_is_told_of_a_round_at_once_and_viewers_are_bounded(tmp_p
             swarm.round({0: 600})
             while await ended(round_shown()) != 1:
                 pass
-            c.feed._places = ConcurrencyLimit(0, 0)
             assert (await get.get("/events")).status_code == 503
         await until(lambda: len(c.feed) == 0, "the viewer who left is forgotten")
 

@@ -276,7 +276,8 @@ def hanging(me: int, world: int, folder: Path) -> None:
     with ranks(folder, 240.0) as (many, run, said):
         many.load_state(run.genesis)
         many.outer.rebase()
-        for group in (dist.group.WORLD, many.group.commands):  # from here on: to start took as long as it took
+        # From here on: to start took as long as it took. torch has no public way to change a group's timeout.
+        for group in (dist.group.WORLD, many.group.commands):
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), group)
         os.kill(many.ranks[0].pid, signal.SIGSTOP)
         with pytest.raises(TrainingError, match="get no answers from each other"):

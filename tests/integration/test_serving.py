@@ -15,8 +15,16 @@ import click
 import pytest
 
 from cairn.commands import serve
-from cairn.commands.serve import PRIVATE, ServeOptions, _codes, _public, announcement, last_line, published_page
-from cairn.demo.story import MARK, _clear
+from cairn.commands.serve import (
+    PRIVATE,
+    ServeOptions,
+    announcement,
+    invite_codes,
+    last_line,
+    public_addresses,
+    published_page,
+)
+from cairn.demo.story import MARK, clear_folder
 from cairn.files import write_whole
 from cairn.swarm_view import put_blob
 from coordinator.authoring.resolve import ResolvedRun
@@ -47,25 +55,25 @@ def options(public: str, *, grpc: str = "0.0.0.0:7410", swarm: str = "/ip4/0.0.0
     ],
 )
 def test_a_public_name_or_address_of_any_kind_gives_the_invite_and_the_swarms_address(public, endpoint, address):
-    (where,), announced = _public(options(public), 7410)
+    (where,), announced = public_addresses(options(public), 7410)
     assert str(where) == endpoint and announced == (address,)
 
 
 def test_without_a_public_name_nothing_is_announced():
-    assert _public(options(""), 7410) == ((), ())
+    assert public_addresses(options(""), 7410) == ((), ())
 
 
 @pytest.mark.parametrize("public", ["http://run.example.org", "run.example.org:80", "a b", ":::"])
 def test_a_public_name_that_is_none_is_refused_with_the_option(public):
     with pytest.raises(click.BadParameter) as refused:
-        _public(options(public), 7410)
+        public_addresses(options(public), 7410)
     assert "--public" in refused.value.format_message()
 
 
 @pytest.mark.parametrize("port, swarm", [(0, "/ip4/0.0.0.0/tcp/7412"), (7410, "/ip4/0.0.0.0/tcp/0")])
 def test_a_public_name_needs_ports_that_stay(port, swarm):
     with pytest.raises(click.UsageError, match="ports that stay"):
-        _public(options("run.example.org", swarm=swarm), port)
+        public_addresses(options("run.example.org", swarm=swarm), port)
 
 
 @pytest.mark.parametrize("given", ["", "https://run.example.org", "https://run.example.org/"])
@@ -86,13 +94,13 @@ def by_invite() -> RunSpec:
 
 
 def test_a_code_is_made_once_and_is_nobody_elses_to_read(tmp_path):
-    (code,) = _codes("", tmp_path, by_invite())
-    assert len(code) >= 16 and _codes("", tmp_path, by_invite()) == (code,)
+    (code,) = invite_codes("", tmp_path, by_invite())
+    assert len(code) >= 16 and invite_codes("", tmp_path, by_invite()) == (code,)
     assert stat.S_IMODE((tmp_path / "invite-code").stat().st_mode) == 0o600
-    assert _codes("given", tmp_path, by_invite()) == ("given",)
-    assert _codes("", tmp_path, tiny_spec()) == ()
+    assert invite_codes("given", tmp_path, by_invite()) == ("given",)
+    assert invite_codes("", tmp_path, tiny_spec()) == ()
     with pytest.raises(CairnError, match="leave out --code"):
-        _codes("given", tmp_path, tiny_spec())
+        invite_codes("given", tmp_path, tiny_spec())
 
 
 def test_a_private_file_is_whole_or_not_there(tmp_path, monkeypatch):
@@ -125,7 +133,7 @@ async def test_the_invite_in_the_folder_names_who_is_there_and_is_written_only_w
     full = [CairnError("no space left")]
     write = serve.write_whole
     monkeypatch.setattr(serve, "write_whole", lambda *a, **k: raised(full.pop()) if full else write(*a, **k))
-    keeping = asyncio.create_task(serve._keep_invite(coordinator, config))
+    keeping = asyncio.create_task(serve.keep_invite(coordinator, config))
     file = tmp_path / "invite"
     await until(file.exists)
     assert Invite.parse(file.read_text()) == made and set(codes) == {"the-code"}
@@ -170,13 +178,13 @@ def test_the_last_line_says_which_rounds_are_final():
 
 def test_two_demos_at_once_do_not_share_a_folder(tmp_path):
     folder = tmp_path / "demo"
-    lock = _clear(folder)
+    lock = clear_folder(folder)
     (folder / "ada").mkdir()
     with pytest.raises(CairnError, match="another demo is running"):
-        _clear(folder)
+        clear_folder(folder)
     assert (folder / "ada").exists()
     os.close(lock)
-    again = _clear(folder)
+    again = clear_folder(folder)
     assert [p.name for p in folder.iterdir()] == [MARK]
     with pytest.raises(BlockingIOError), open(folder / MARK) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

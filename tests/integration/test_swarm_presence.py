@@ -104,16 +104,17 @@ def test_an_older_heartbeat_does_not_replace_a_newer_one_until_that_has_gone():
     assert v.validate(record(a, sequence=4, now=1100.0))
 
 
-def test_the_table_is_bounded_and_has_room_again_when_records_expire(monkeypatch):
-    monkeypatch.setattr(dht, "MAX_MEMBERS", 20)
+@pytest.mark.parametrize("bound", ["MAX_MEMBERS", "MAX_TOTAL"])
+def test_the_table_is_bounded_and_has_room_again_when_records_expire(monkeypatch, bound):
+    crowd = [Author(Identity(sha256(b"%d" % n))) for n in range(25)]
+    monkeypatch.setattr(dht, bound, 20 if bound == "MAX_MEMBERS" else 20 * len(record(crowd[0]).value))
     clock = [1000.0]
     v = HeartbeatValidator(RUN, now=lambda: clock[0])
-    crowd = [Author(Identity(sha256(b"%d" % n))) for n in range(25)]
     assert [v.validate(record(a)) for a in crowd] == [True] * 20 + [False] * 5
     assert v.validate(record(crowd[0], sequence=2))
     clock[0] = 1200.0
     assert v.validate(record(crowd[-1], now=1200.0))
-    assert len(v._live) == 1 and v._total == len(record(crowd[-1]).value)
+    assert [v.validate(record(a, now=1200.0)) for a in crowd[:-1]] == [True] * 19 + [False] * 5
     assert MAX_MEMBERS * 700 > 2**21  # at the usual size of a heartbeat it is the bytes that bound the table
 
 
@@ -211,15 +212,42 @@ async def test_a_table_of_many_records_is_not_checked_at_once_and_a_checked_one_
         assert len(costs) == 1 and costs[0] > 50 * 4096
 
 
-def test_of_one_nodes_records_those_are_looked_at_that_are_known_and_some_others(monkeypatch):
+class OneNode:
+    """A node of the DHT that has no records itself, and knows another that gives these."""
+
+    def __init__(self, values: list[bytes]):
+        table = DictionaryDHTValue()
+        for n, value in enumerate(values):
+            table.store(str(n), value, time.time() + 1000)
+        found = SimpleNamespace(type=dht.dht_pb2.FOUND_DICTIONARY, value=MSGPackSerializer.dumps(table))
+        self._answer = SimpleNamespace(results=[found])
+        self.protocol, self.storage, self.node_info, self.wait_timeout = self, self, None, 1.0
+
+    def get(self, key: DHTID) -> None:
+        return None
+
+    async def find_nearest_nodes(self, keys: list[DHTID], **_: Any) -> dict[DHTID, dict[str, str]]:
+        return {KEY: {"its id": "the other"}}
+
+    def get_stub(self, peer: str) -> OneNode:
+        return self
+
+    async def rpc_find(self, request: Any, timeout: float) -> Any:
+        return self._answer
+
+
+async def test_of_one_nodes_records_those_are_looked_at_that_are_known_and_some_others(monkeypatch):
     monkeypatch.setattr(dht, "NEW_OF_A_NODE", 5)
     values = [record(Author(identity(100 + i))).value for i in range(50)]
-    checks = validator()
-    checks.author(values[49])
-    here = dht.DhtPresence(cast(Any, None), checks, RUN, lambda text: None)
-    some = here._some(values)
-    assert values[49] in some and len(some) == 6
-    assert len({v for _ in range(100) for v in here._some(values)}) > 40, "not always the same"
+    node, seen = OneNode(values), set[bytes]()
+    for _ in range(100):
+        checks = validator()
+        checks.author(values[49])
+        here = dht.DhtPresence(cast(Any, node), checks, RUN, lambda text: None)
+        found = await here.discover()
+        assert unpack(values[49]) in found and len(found) == 6
+        seen.update(found)
+    assert len(seen) > 40, "not always the same"
 
 
 async def test_a_wrong_clock_is_told_to_the_user_with_its_offset(tmp_path, monkeypatch):

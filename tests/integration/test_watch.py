@@ -21,6 +21,7 @@ from cairn.commands.watch import poll
 from cairn.status_view import whole
 from cairn.watch_screen import WatchScreen
 from coordinator.alerts.tracker import Alert
+from coordinator.alerts.watcher import AlertWatcher
 from peer.coordinator_client import AlertStatus, PeerStatus, RoundStatus, SwarmStatus
 from protocol.ids import Digest, PeerKey, sha256
 from protocol.invite import HostPort, Invite
@@ -152,19 +153,23 @@ async def test_it_sees_rounds_losses_and_alerts_and_outlives_a_restart(tmp_path,
         swarm.beat(n)
     for _ in range(5):
         swarm.round({0: 600, 1: 700}, loss=3.5)
-    screen = WatchScreen(console(80, 24, terminal=False), live=True)
+    shown: list[SwarmStatus] = []
 
+    class Screen(WatchScreen):
+        def show(self, status: SwarmStatus) -> None:
+            shown.append(status)
+            super().show(status)
+
+    screen = Screen(console(80, 24, terminal=False), live=True)
     async with running(tmp_path, SPEC, swarm) as (c, _):
         await settled(c, 5)
         port, invite = c.grpc_port, c.invite()
         task = asyncio.create_task(poll(invite, (), screen))
-        await until(lambda: screen._status is not None and screen._status.round == 5)
-        s = screen._status
+        s = await until(lambda: shown and shown[-1].round == 5 and shown[-1])
         assert [(r.round, r.contributors, r.loss) for r in s.rounds] == [(n, 2, 3.5) for n in (4, 3, 2, 1, 0)]
         assert s.losses == (3.5,) * 5 and s.alerts == ()
-        monkeypatch.setattr(type(c._watcher), "active", (Alert("disk", 5.5, "full"),))
-        c._overview = None
-        await until(lambda: screen._status.alerts == (AlertStatus("disk", 5, "full"),))
+        monkeypatch.setattr(AlertWatcher, "active", (Alert("disk", 5.5, "full"),))
+        await until(lambda: shown[-1].alerts == (AlertStatus("disk", 5, "full"),))
     await until(lambda: screen.silent_seconds > 0)
     async with running(tmp_path, SPEC, swarm, listen_port=port):
         await until(lambda: screen.silent_seconds == 0)

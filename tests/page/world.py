@@ -12,13 +12,16 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
+from coordinator import service
 from coordinator.checkpoints.settings import AboutTable
 from coordinator.observation_file import ObservationFile
+from coordinator.page.api import PageApi
 from coordinator.page.app import make_app
-from coordinator.page.server import PageServer
 from coordinator.round_observations import RoundObservation
 from coordinator.service import OBSERVATIONS_FILE, Coordinator, CoordinatorConfig
 from protocol.identity import Identity
@@ -97,7 +100,9 @@ class World:
         self._thread.start()
         self.coordinator: Coordinator | None = None
         self.routes: Sequence[Route] = ()
-        """More than the page has by itself, from the next start on."""
+        """In the place of those about credits, from the next start on."""
+        self.app: ASGIApp
+        """The page, once it is started."""
 
     @property
     def url(self) -> str:
@@ -121,23 +126,26 @@ class World:
                 self.folder, listen_host="127.0.0.1", listen_port=0, page_host="127.0.0.1", page_port=self.port,
                 about=ABOUT,
             )  # fmt: skip
-            made = Coordinator(
-                config,
-                spec,
-                sign_spec(OWNER, spec).encoded,
-                OWNER,
-                self.swarm,
-                make_archiver(spec, self.folder, self.swarm),
-                now=self.clock,
-            )
-            if self.routes:
-                made._page = PageServer(make_app(made.api, self.routes))
+            with patch.object(service, "make_app", self._make_app):
+                made = Coordinator(
+                    config,
+                    spec,
+                    sign_spec(OWNER, spec).encoded,
+                    OWNER,
+                    self.swarm,
+                    make_archiver(spec, self.folder, self.swarm),
+                    now=self.clock,
+                )
             await made.start()
             return made
 
         self.coordinator = self.act(start())
         self.port = self.coordinator.page_port
         return self
+
+    def _make_app(self, api: PageApi, routes: Sequence[Route]) -> ASGIApp:
+        self.app = make_app(api, self.routes or routes)
+        return self.app
 
     def stop(self) -> None:
         if self.coordinator is not None:

@@ -78,6 +78,7 @@ class CheckpointWorld:
             }
             | changes
         )
+        self.shards = [self.shard]
         self.envelope = sign_spec(OWNER, self.spec).encoded
         monkeypatch.setattr(fakes, "state", lambda r: self.digests.get(r) or fakes.Digest(bytes([r]) * 32))
         self.swarm = fakes.FakeSwarm(self.spec)
@@ -138,7 +139,7 @@ class CheckpointWorld:
     def keeper(self, **settings: Any) -> CheckpointArchiver:
         """Make an archiver, by default without evaluation."""
         wanted = CheckpointSettings.model_validate({"evaluation": {"every": 0}} | settings)
-        return CheckpointArchiver(self.archive, self.evaluations, self.spec, self.swarm, wanted, shards=[self.shard])
+        return CheckpointArchiver(self.archive, self.evaluations, self.spec, self.swarm, wanted, shards=self.shards)
 
 
 def nan(tensors: dict[str, torch.Tensor]) -> None:

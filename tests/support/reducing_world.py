@@ -120,8 +120,8 @@ class World:
         self.record = chain.certificates[0].record
         # The record's blobs are made up: these are what they stand for.
         by_author = {peer(n).key: data for n, data in self.data.items()}
-        updates = tuple(_with_blob(u, self.source.add(by_author[u.author])) for u in self.record.body.updates)
-        self.record = _replace(self.record, body=_replace(self.record.body, updates=updates))
+        updates = tuple(with_blob(u, self.source.add(by_author[u.author])) for u in self.record.body.updates)
+        self.record = changed(self.record, body=changed(self.record.body, updates=updates))
         self.blobs = {u.author: u.body.blob for u in updates}
         self.updates = RoundBlobFetcher(
             self.store, self.source, cast(Any, _Codec()), deadline_seconds=seconds, post=self.answers.put_nowait,
@@ -157,11 +157,13 @@ class _Codec:
     def check_shard(self, blob: object) -> None: ...
 
 
-def _replace(value: Any, **fields: Any) -> Any:
+def changed(value: Any, **fields: Any) -> Any:
+    """Return a message or body with other fields, of any type to the type checker."""
     from dataclasses import replace
 
     return replace(value, **fields)
 
 
-def _with_blob(header: Any, blob: Digest) -> Any:
-    return _replace(header, body=_replace(header.body, blob=blob, blob_size=SIZE))
+def with_blob(header: Any, blob: Digest) -> Any:
+    """Return an update header that names another blob; its signature is the old one."""
+    return changed(header, body=changed(header.body, blob=blob, blob_size=SIZE))

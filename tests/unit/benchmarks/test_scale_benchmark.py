@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.scale.__main__ import calibration_shown, finished, gpu_seconds, row_of, shown
-from benchmarks.scale.fluid import _fair
+from benchmarks.scale.fluid import fair_shares
 from benchmarks.scale.shape import Shape
 from benchmarks.scale.sizes import Sizes
 from benchmarks.scale.world import World
@@ -59,9 +59,9 @@ def test_sizes_are_those_of_real_messages():
 
 def test_shares_are_max_min_fair():
     wants = np.array([1.0, 10.0, 4.0, 0.0])
-    assert list(_fair(wants, 100.0)) == [1, 10, 4, 0]
-    assert list(_fair(wants, 9.0)) == [1, 4, 4, 0]
-    assert list(_fair(wants, 1.5)) == [0.5, 0.5, 0.5, 0]
+    assert list(fair_shares(wants, 100.0)) == [1, 10, 4, 0]
+    assert list(fair_shares(wants, 9.0)) == [1, 4, 4, 0]
+    assert list(fair_shares(wants, 1.5)) == [0.5, 0.5, 0.5, 0]
 
 
 def test_a_row_is_shown_and_judged():

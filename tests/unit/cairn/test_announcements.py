@@ -14,7 +14,7 @@ from protocol.ids import Digest, Round
 from protocol.message_codec import KeySigner
 from protocol.messages import Goodbye, RoundChanges, Signed, UpdateHeader
 from protocol.rounds.policy import RoundPolicy
-from tests.support.coordinator_fakes import ChainMaker, make_spec, peer
+from tests.support.coordinator_fakes import ChainMaker, make_spec, peer, state
 from tests.support.specs import digest
 
 SPEC = make_spec()
@@ -24,8 +24,8 @@ POLICY = RoundPolicy.of(SPEC)
 class World:
     def __init__(self):
         self.maker = ChainMaker(SPEC)
-        self.chain = Chain(SPEC.run_id, SPEC.genesis.name, replace(POLICY.chain_limits, max_members=64))
-        self.chain._root_state = None  # the maker's states are its own
+        # It begins with a state of the maker's.
+        self.chain = Chain(SPEC.run_id, state(0), replace(POLICY.chain_limits, max_members=64))
         self.heard = Announcements(self.chain, POLICY, lambda size: size == 100)
 
     def round(self, work: dict[int, int]) -> None:
@@ -92,13 +92,16 @@ def test_of_two_headers_for_one_round_the_first_counts(world: World):
 
 
 def test_who_floods_pushes_out_its_own_only(world: World):
-    honest = world.header(3)
+    honest, parents = world.header(3), []
     world.heard.receive(honest)
-    for i in range(3 * PER_AUTHOR):
-        world.heard.receive(world.header(4, digest(i)))
-    assert [a.header for a in world.heard.announced(world.chain.head)] == [honest]
-    assert all(len(mine) <= PER_AUTHOR for mine in world.heard._headers.values())
+    for _ in range(3 * PER_AUTHOR):
+        parents.append(world.chain.head)
+        world.heard.receive(world.header(4))
+        world.round({1: 4, 2: 4})
+    announced = [[a.header.author for a in world.heard.announced(at)] for at in parents]
+    flooder = [peer(4).key]
+    assert announced == [[honest.author]] + (2 * PER_AUTHOR - 1) * [[]] + PER_AUTHOR * [flooder]
     for i in range(AUTHORS + 10):
         author = peer(i).key
         world.heard.receive(replace(honest, author=author))
-    assert len(world.heard._headers) == AUTHORS
+    assert len(world.heard.announced(parents[0])) == AUTHORS

@@ -69,7 +69,7 @@ async def test_the_link_is_told_once_when_the_coordinator_answers(caplog, monkey
     view = PeerScreen(plain=True)
     membership = SimpleNamespace(client=Client(), identity=SimpleNamespace(key=KEY))
     with caplog.at_level(logging.INFO, logger="cairn.peer"):
-        task = asyncio.create_task(join._ask_for_credits(cast(Any, membership), view, lambda: 3))
+        task = asyncio.create_task(join.ask_for_credits(cast(Any, membership), view, lambda: 3))
         await ended(thrice.wait())
         task.cancel()
     assert [r.message for r in caplog.records] == [f"this peer on the run's page: http://192.0.2.1:7180/#peer/{KEY}"]

@@ -21,7 +21,7 @@ from coordinator.adapter_export import export_adapter, export_merged
 from coordinator.authoring.errors import RunFileError
 from coordinator.authoring.resolve import ResolvedRun, resolve
 from coordinator.authoring.runfile import load_run
-from coordinator.authoring.summary import _bytes, _dtypes_line, validate
+from coordinator.authoring.summary import dtypes_line, size_text, validate
 from coordinator.authoring.toml_file import tomllib
 from coordinator.checkpoints.archive import Archive
 from coordinator.checkpoints.evaluation import load_adapted
@@ -204,7 +204,7 @@ def test_validate_tells_which_dtype_of_the_base_suits_which_cards(base: Path, be
         found = re.search(each, text)
         assert found is not None and found[1 if dtype == "bfloat16" else 3] == needed and len({*found.groups()}) == 3
     gpt2 = plain_config({"model_type": "gpt2", "vocab_size": 300, "n_embd": 32, "n_layer": 1, "n_head": 2})
-    assert _dtypes_line(AdapterSettings(rank=4, alpha=8), gpt2, 0).endswith(" with bfloat16")  # no linear layers
+    assert dtypes_line(AdapterSettings(rank=4, alpha=8), gpt2, 0).endswith(" with bfloat16")  # no linear layers
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [("int8", 8.5), ("nf4", 4.5)])
@@ -225,8 +225,8 @@ def test_a_base_is_quantised_once_and_used_and_merged_as_it_is_stored(
     assert 8 * packed == bits * sum(model[n].numel() for n in linear)
     assert adapter.parameters == sum(t.numel() for t in model.values())
     text = "\n".join(validate(file))
-    assert f"parameters ({dtype}), of which each peer fetches {_bytes(adapter.base.size)} once" in text
-    assert f"{_bytes(held_bytes(run.spec.model.config, adapter, 'cuda'))} the frozen base)" in text
+    assert f"parameters ({dtype}), of which each peer fetches {size_text(adapter.base.size)} once" in text
+    assert f"{size_text(held_bytes(run.spec.model.config, adapter, 'cuda'))} the frozen base)" in text
 
     path = noise(run, tmp_path / "state")
     given = (run.blobs[run.spec.tokenizer.name], origin(run, path))

@@ -140,7 +140,14 @@ async def test_a_clock_that_was_ahead_at_the_start_silences_no_alert(tmp_path):
 
 
 @pytest.mark.parametrize("order", ["paused", "ended"])
-async def test_a_run_that_rests_by_its_owners_word_raises_no_alert(tmp_path, quick, order):
+async def test_a_run_that_rests_by_its_owners_word_raises_no_alert(tmp_path, quick, order, monkeypatch):
+    made: list[watcher.AlertWatcher] = []
+
+    def watch(*given) -> watcher.AlertWatcher:
+        made.append(watcher.AlertWatcher(*given))
+        return made[-1]
+
+    monkeypatch.setattr("coordinator.service.AlertWatcher", watch)
     clock = [time.time()]
     swarm = FakeSwarm(SPEC)
     async with running(tmp_path, SPEC, swarm, now=lambda: clock[0]) as (c, _):
@@ -150,15 +157,15 @@ async def test_a_run_that_rests_by_its_owners_word_raises_no_alert(tmp_path, qui
                 swarm.beat(n)
             swarm.round({0: 600, 1: 700})
             await settled(c, len(swarm.chain.certificates))
-            await c._watcher.check()
+            await made[0].check()
         await c.control.accept(KeySigner(OWNER).sign(Directive(SPEC.run_id, 1, run_status=order)).encoded)
         for _ in range(60):
             clock[0] += 100
             for n in range(6):
                 swarm.beat(n, phase="paused" if order == "paused" else "leaving")
             await asyncio.sleep(0.03)  # a head is signed
-            await c._watcher.check()
-            assert c._watcher.active == ()
+            await made[0].check()
+            assert made[0].active == ()
         assert c.overview().health == order
 
 

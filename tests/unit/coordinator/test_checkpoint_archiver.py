@@ -61,6 +61,10 @@ class Kept:
         await self.keeper.stop()
 
 
+async def gauges_of(keeper: CheckpointArchiver) -> dict[str, float]:
+    return {name: value for name, _, value in await keeper.gauges()}
+
+
 # -- final ------------------------------------------------------------------------------------------------------
 
 
@@ -89,14 +93,14 @@ async def test_a_state_that_the_chain_does_not_name_is_never_signed_and_is_said(
         await until(lambda: "is not the one that the chain names" in keeper.problem)
         assert str(world.folder) not in keeper.problem  # anybody reads it
         assert world.newest_final() is None
-        assert dict((n, v) for n, _, v in await keeper.gauges())["cairn_archive_problem"] == 1
+        assert (await gauges_of(keeper))["cairn_archive_problem"] == 1
 
 
 async def test_no_gauge_is_read_from_disk_on_the_event_loop(world: CheckpointWorld, monkeypatch: pytest.MonkeyPatch):
     made, read, threads = world.final(5), world.archive.all, list[threading.Thread]()
     monkeypatch.setattr(world.archive, "all", lambda: threads.append(threading.current_thread()) or read())
     keeper = world.keeper(archive={"address": str(world.folder / "copies")})
-    values = {name: value for name, _, value in await keeper.gauges()}
+    values = await gauges_of(keeper)
     assert (values["cairn_archive_bytes"], values["cairn_copies_waiting"]) == (made.size, 1)
     assert threads and threading.current_thread() not in threads
 
@@ -173,7 +177,11 @@ async def test_an_address_that_fails_is_said_once_tried_again_and_holds_up_nothi
     world.add(5)
     world.posted = 5
     async with Kept(world, archive={"address": str(blocked / "there")}) as keeper:
-        await until(lambda: keeper._counts["copies_failed"] >= 2)
+
+        async def have_failed() -> bool:
+            return (await gauges_of(keeper))["cairn_copies_failed_total"] >= 2
+
+        await until(have_failed)
         assert "checkpoints are not copied" in keeper.problem and "the local ones are whole" in keeper.problem
         assert sum("are not copied" in r.message for r in caplog.records) == 1
         assert str(blocked) in caplog.text and str(blocked) not in keeper.problem  # anybody reads it
@@ -228,9 +236,23 @@ async def test_a_state_that_the_policy_excluded_is_offered_again_once_it_is_eval
     assert offered == [str(made.folder)] * 2
 
 
-async def test_an_upload_that_is_killed_names_nothing_whole_and_the_next_one_ends_it(world: CheckpointWorld):
+async def test_an_upload_that_is_killed_names_nothing_whole_and_the_next_one_ends_it(
+    world: CheckpointWorld, monkeypatch
+):
     made, address = world.final(5), world.folder / "copies"
-    job = world.keeper(archive={"address": str(address), "mbits": 0.2})._copy_job([made], set())
+    jobs: list[dict] = []
+
+    async def takes_time(module, job, on_row, **limits):
+        on_row({"present": []})
+        jobs.append(job)
+        if job["folders"]:
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(keeping, "run_job", takes_time)
+    async with Kept(world, archive={"address": str(address), "mbits": 0.2}):
+        await until(lambda: len(jobs) == 2)
+    job = jobs[1]
+    assert job["folders"] == [str(made.folder)]
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "coordinator.checkpoints.copies", stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.DEVNULL, start_new_session=True,
@@ -303,7 +325,7 @@ def test_a_process_killed_at_any_step_of_archiving_leaves_whole_states_only(worl
 
 async def _here(module: str, job: dict, heard: Callable[[dict], None], **limits: Any) -> None:
     """Evaluate without a process."""
-    await asyncio.to_thread(evaluation_job._work, job, heard)
+    await asyncio.to_thread(evaluation_job.do_job, job, heard)
 
 
 async def test_each_archived_state_is_judged_and_writes(world: CheckpointWorld, monkeypatch):
@@ -315,7 +337,11 @@ async def test_each_archived_state_is_judged_and_writes(world: CheckpointWorld, 
         await until(lambda: keeper.validation)
         world.add(5)
         world.swarm.changed()
-        await until(lambda: keeper._counts["evaluated"] == 2)  # rows are in memory before they are on disk
+
+        async def are_evaluated() -> bool:  # rows are in memory before they are on disk
+            return (await gauges_of(keeper))["cairn_evaluations_total"] == 2
+
+        await until(are_evaluated)
         losses = keeper.newest_losses()
         found = keeper.samples(None, 100)
         assert keeper.samples(5, 100) == [s for s in found if s["round"] == 0]
@@ -346,15 +372,17 @@ async def test_a_state_that_is_not_finite_is_an_alert_and_no_number(world: Check
             and keeper.validation == (5, None)
             and keeper.validation_points() == []
         )
-        assert math.isnan(dict((n, v) for n, _, v in await keeper.gauges())["cairn_validation_loss"])
+        assert math.isnan((await gauges_of(keeper))["cairn_validation_loss"])
         await until(lambda: "the run has diverged" in caplog.text)
 
 
 async def test_rounds_between_are_skipped_and_failures_are_tried_twice(world: CheckpointWorld, monkeypatch, caplog):
     asked: list[str] = []
+    most: list[int | None] = []
 
     async def fails(module, job, heard, **limits):
         asked.append(Path(job["folder"]).name)
+        most.append(job["most"])
         if len(asked) <= 2:
             raise JobError("its process was killed: most likely memory ran out")
         heard({"loss": 3.0, "windows": 4, "seconds": 1.0, "device": "cpu"})
@@ -373,7 +401,7 @@ async def test_rounds_between_are_skipped_and_failures_are_tried_twice(world: Ch
             await asyncio.sleep(0.2)  # time for what must be passed over
         assert asked[2:] == ["round-000005", "round-000015"]
         await until(lambda: keeper.problem == "")
-        assert keeper._evaluation_job(world.archive.all()[-1])["most"] == 4  # the same few windows each time
+    assert most == [None, None, None, 4]  # the same few windows each time
 
 
 async def test_a_run_s_last_state_is_evaluated_again_until_the_problem_is_solved(world: CheckpointWorld, monkeypatch):
@@ -475,9 +503,8 @@ async def test_without_validation_data_a_state_writes_once_from_the_owners_promp
     monkeypatch.setattr(keeping, "run_job", writes)
     world.rounds(7)
     world.add(5)
-    kept = Kept(world, evaluation={}, samples={"prompts": ["Hello"]})
-    kept.keeper._shards = []
-    async with kept as keeper:
+    world.shards = []
+    async with Kept(world, evaluation={}, samples={"prompts": ["Hello"]}) as keeper:
         await until(lambda: keeper.samples(None, 9))
         await asyncio.sleep(0.3)
     assert len(asked) == 1 and asked[0]["prompts"] == ["Hello"] and keeper.validation is None

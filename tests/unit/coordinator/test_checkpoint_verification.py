@@ -6,6 +6,7 @@ import base64
 import contextlib
 import functools
 import http.server
+import io
 import json
 import os
 import re
@@ -18,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from cairn.checkpoints import find_checkpoint, verify_checkpoint
-from coordinator.checkpoints.archive import ArchivedState
+from coordinator.checkpoints.archive import MANIFEST, ArchivedState
 from coordinator.checkpoints.copies import CopyStore
 from coordinator.errors import CoordinatorError
 from coordinator.export import export
@@ -384,10 +385,18 @@ def test_half_a_copy_is_no_checkpoint_and_is_gone_on_with(world: CheckpointWorld
         with pytest.raises(CoordinatorError, match="quota exceeded.*may this account write there"):
             place.copy(made)
     assert place.list() == [] and MemoryFileSystem.store
-    sent: list[str] = []
-    monkeypatch.setattr(CopyStore, "_send", lambda self, source, path, size: sent.append(path))
+    written: list[str] = []
+
+    def noted(self, path, mode="rb", **how):
+        if mode == "wb":
+            written.append(path.rsplit("/", 1)[-1])
+        return opened(self, path, mode, **how)
+
+    opened = MemoryFileSystem.open
+    monkeypatch.setattr(MemoryFileSystem, "open", noted)
     place.copy(made)
-    assert sent == [] and [t.archived.round for t in place.list()] == [5]  # complete files are not sent again
+    assert written == [MANIFEST]  # complete files are not sent again
+    assert [t.archived.round for t in place.list()] == [5]
 
 
 def test_what_reads_back_otherwise_is_never_named_as_whole(world: CheckpointWorld, monkeypatch):
@@ -396,14 +405,14 @@ def test_what_reads_back_otherwise_is_never_named_as_whole(world: CheckpointWorl
     MemoryFileSystem.store.clear()
     place = CopyStore("memory://bucket", world.spec.run_id)
     made = world.final(5)
-    send = CopyStore._send
+    opened = MemoryFileSystem.open
 
-    def rots(self, source, path, size):
-        send(self, source, path, size)
-        if path.endswith("model.safetensors"):
-            self._fs.pipe_file(path, bytes(size))
+    def rots(self, path, mode="rb", **how):
+        if mode == "rb" and path.endswith("model.safetensors"):
+            return io.BytesIO(bytes(self.size(path)))
+        return opened(self, path, mode, **how)
 
-    monkeypatch.setattr(CopyStore, "_send", rots)
+    monkeypatch.setattr(MemoryFileSystem, "open", rots)
     with pytest.raises(CoordinatorError, match="reads back otherwise"):
         place.copy(made)
     assert place.list() == []

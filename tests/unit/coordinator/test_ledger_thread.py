@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 
 from coordinator.errors import LedgerConflictError, LedgerError, TooManyError
 from coordinator.ledger import AdmissionRow, Ledger
+from coordinator.ledger.database import Database
 from coordinator.ledger_thread import MAX_WAITING, LedgerThread
 from tests.support.coordinator_fakes import make_accounts, make_spec, peer
 from tests.support.waiting import LIMIT, ended, until
 
 SPEC = make_spec()
+Query = Callable[..., list]
+ENDS = {"COMMIT", "ROLLBACK"}
 
 
 @pytest.fixture
@@ -26,6 +31,20 @@ async def thread(ledger_place):
 
 def admitted(n: int) -> AdmissionRow:
     return AdmissionRow(peer(n).key, f"p{n}", 1, 1, 10, b"x")
+
+
+def before_each_query(monkeypatch: pytest.MonkeyPatch, work: Callable[[Query, str, Sequence], object]) -> None:
+    """Have `work` called before each query of a database: with its `query`, the statement and the values."""
+
+    def replaced(query: Query) -> Query:
+        def both(db: Database, sql: str, values: Sequence = ()) -> list:
+            work(partial(query, db), sql, values)
+            return query(db, sql, values)
+
+        return both
+
+    for kind in Database.__subclasses__():
+        monkeypatch.setattr(kind, "query", replaced(kind.query))
 
 
 class Held:
@@ -48,23 +67,15 @@ class Held:
         await self.task
 
 
-async def test_writes_that_wait_are_one_transaction(thread: LedgerThread):
-    ledger, begun = thread._ledger, 0
-    assert ledger is not None
-    begin = ledger._db.begin
-
-    def counted() -> None:
-        nonlocal begun
-        begun += 1
-        begin()
-
-    ledger._db.begin = counted
+async def test_writes_that_wait_are_one_transaction(thread: LedgerThread, monkeypatch):
+    ended_by: list[str] = []
+    before_each_query(monkeypatch, lambda _, sql, values: ended_by.append(sql) if sql in ENDS else None)
     held = Held(thread)
     await held.begun()
     writes = [asyncio.ensure_future(thread.run(lambda db, n=n: db.add_admission(admitted(n)))) for n in range(100)]
     await held.release()
     await asyncio.gather(*writes)
-    assert begun == 2  # the one that was held, and all that waited
+    assert ended_by == ["COMMIT"] * 2  # the one that was held, and all that waited
     assert len(await thread.read(lambda db: db.admissions())) == 100
 
 
@@ -84,17 +95,14 @@ async def test_one_that_fails_takes_no_other_with_it(thread: LedgerThread):
     assert await thread.run(lambda db: db.check()) == []
 
 
-async def test_nobody_is_told_of_what_was_not_committed(thread: LedgerThread):
-    ledger = thread._ledger
-    assert ledger is not None
-    query, full = ledger._db.query, True
+async def test_nobody_is_told_of_what_was_not_committed(thread: LedgerThread, monkeypatch):
+    full = True
 
-    def failing(sql: str, values=()):
+    def fail(_: Query, sql: str, values: Sequence) -> None:
         if full and sql == "COMMIT":
             raise LedgerError("the disk is full")
-        return query(sql, values)
 
-    ledger._db.query = failing
+    before_each_query(monkeypatch, fail)
     results = await asyncio.gather(
         thread.run(lambda db: db.post(make_accounts(1)[0])), thread.run(lambda db: db.add_admission(admitted(1))),
         return_exceptions=True,
@@ -106,18 +114,15 @@ async def test_nobody_is_told_of_what_was_not_committed(thread: LedgerThread):
     assert await thread.run(lambda db: db.check()) == []
 
 
-async def test_a_database_that_ends_the_transaction_by_itself_fails_all_of_the_group(thread: LedgerThread):
-    def lost(db: Ledger) -> None:
-        db.add_admission(admitted(2))
-        db._db.query("ROLLBACK")  # as SQLite does when the disk is full
-        raise LedgerError("the disk is full")
+async def test_a_database_that_ends_the_transaction_by_itself_fails_all_of_the_group(thread: LedgerThread, monkeypatch):
+    def fail(query: Query, sql: str, values: Sequence) -> None:
+        if bytes(peer(2).key) in values:
+            query("ROLLBACK")  # as SQLite does when the disk is full
+            raise LedgerError("the disk is full")
 
+    before_each_query(monkeypatch, fail)
     held = Held(thread)
-    jobs = [
-        thread.run(lambda db: db.add_admission(admitted(1))),
-        thread.run(lost),
-        thread.run(lambda db: db.add_admission(admitted(3))),
-    ]
+    jobs = [thread.run(lambda db, n=n: db.add_admission(admitted(n))) for n in (1, 2, 3)]
     told = asyncio.ensure_future(asyncio.gather(*jobs, return_exceptions=True))
     await asyncio.gather(held.release(), return_exceptions=True)
     assert [type(r) for r in await told] == [LedgerError] * 3

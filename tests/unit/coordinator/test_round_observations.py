@@ -138,23 +138,29 @@ def test_bytes_of_a_round_come_from_counters_that_may_begin_anew():
     assert (seen.sent, seen.received, seen.training) == (740, 70, 2)
 
 
+def there(kind: str) -> int:
+    """Return how many objects of a class are in memory."""
+    gc.collect()
+    return sum(type(o).__name__ == kind for o in gc.get_objects())
+
+
 def test_one_author_cannot_fill_the_memory_nor_replace_what_came_first():
     w = Watch()
     w.round({0: 10})
-    chain = w.swarm.chain
+    chain, before, rivals = w.swarm.chain, there("_Proposal"), []
     for attempt in range(200):
         fork = chain.fork(1)
-        w.swarm.hear(
-            fork.add({1: 10}, attempt=attempt).record, *fork.add({1: 10}, loss=attempt / 7).record.body.updates
-        )
-    assert len(w.seen._early_updates) == 1 and len(w.seen._proposed) == 64
+        rivals.append(fork.add({1: 10}, attempt=attempt))
+        w.swarm.hear(rivals[-1].record, *fork.add({1: 10}, loss=attempt / 7).record.body.updates)
+    assert there("_Proposal") - before == 64
+    announced = []
+    for rival in rivals:  # as it becomes the head
+        w.certified(rival)
+        announced.append(w.seen.first_announced is not None)
+    assert announced == [False] * 199 + [True], "of the early updates, one was kept"
 
 
 def test_of_proposals_that_come_early_few_are_kept_and_none_whole():
-    def there(kind: str) -> int:
-        gc.collect()
-        return sum(type(o).__name__ == kind for o in gc.get_objects())
-
     w = Watch()
     w.round({0: 10})
     before = there("RoundRecord")

@@ -21,7 +21,7 @@ from protocol.coordinator_address import CoordinatorAddress, sign_coordinator_ad
 from protocol.errors import CairnError, MalformedError, ProtocolError
 from protocol.identity import Identity
 from protocol.ids import PeerKey
-from protocol.invite import HostPort, Invite
+from protocol.invite import HostPort, Invite, to_base58
 from protocol.messages import Signed
 from protocol.spec import sign_spec
 from protocol.version import PROTOCOL, VersionError
@@ -208,10 +208,7 @@ async def test_nobody_who_tells_the_truth_is_nobody_at_all(monkeypatch):
 
 def test_whom_to_ask_is_bounded_and_an_address_may_be_anything():
     def address(i: int, port: int) -> str:
-        key = identity(i).key
-        from protocol.invite import _base58
-
-        return f"/ip4/1.2.3.4/tcp/{port}/p2p/{_base58(key.libp2p_id)}"
+        return f"/ip4/1.2.3.4/tcp/{port}/p2p/{to_base58(identity(i).key.libp2p_id)}"
 
     many = [address(i % 40, 1000 + i) for i in range(4000)]
     members = anonymous.members_at(["rubbish", "/ip4/1.2.3.4/tcp/1", *many])

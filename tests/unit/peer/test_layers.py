@@ -7,7 +7,9 @@ import shutil
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import config as dynamo  # torch documents its options and counters under this private name
 from torch._dynamo.backends.debugging import aot_eager
+from torch._dynamo.utils import counters
 
 from peer.errors import TrainingError
 from peer.training import layers as layers_module
@@ -26,10 +28,10 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def fresh():
     """Reset torch before each test, since it keeps compiled code for all models."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
+    torch.compiler.reset()
+    counters.clear()
     yield
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 class Backend:
@@ -125,12 +127,19 @@ def test_compiled_layers_share_few_graphs_and_give_the_gradients(backend, recomp
     assert [h[:2] for h in heard] == [("info", "compile")]
 
 
-def test_other_threads_have_a_turn_between_compiled_layers(backend):
-    turns = []
+def test_other_threads_have_a_turn_between_compiled_layers(backend, monkeypatch):
+    turns, hooked_modules = [], []
+    register = nn.Module.register_forward_pre_hook
+
+    def note(module: nn.Module, *given, **named):
+        hooked_modules.append(module)
+        return register(module, *given, **named)
+
+    monkeypatch.setattr(nn.Module, "register_forward_pre_hook", note)
     of, _ = inner(LayerOptions(compiled=True), yield_hook=lambda: turns.append(1))
     gradients(of)
     outside = {"", "model", "model.embed_tokens", "model.layers", "model.rotary_emb", "model.norm", "lm_head"}
-    hooked = {n for n, m in of.model.named_modules() if m._forward_pre_hooks}
+    hooked = {n for n, m in of.model.named_modules() if m in hooked_modules}
     assert hooked == outside | decoder_layers(of.model).keys()
     assert len(turns) == len(hooked)  # "model.layers" is not called; the last is after the backward pass
     assert backend.graphs == 1
@@ -180,7 +189,7 @@ def test_a_compiler_that_runs_out_of_memory_is_a_pass_without_memory(backend):
 
 def test_more_forms_of_input_than_torch_compiles_run_without_and_it_is_said(backend):
     of, heard = inner(LayerOptions(compiled=True))
-    with torch._dynamo.config.patch(recompile_limit=1):
+    with dynamo.patch(recompile_limit=1):
         for windows in (4, 3, 2):
             same(gradients(of, windows), gradients(inner(LayerOptions())[0], windows), atol=1e-7)
         runs = backend.runs
@@ -256,7 +265,7 @@ def test_a_trainer_learns_the_same_with_layers_that_are_really_compiled(tmp_path
     trainer.load(world.load())
     train(trainer, 3)
     assert [h[:2] for h in heard] == [("info", "compile")] and trainer.backend.inner.layers.compiled
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert counters["stats"]["unique_graphs"] == 1
     assert any((tmp_path / "peer1" / "trainer" / "compiled").rglob("*.so"))
     plain = loaded(world, 1)
     train(plain, 3)

@@ -12,7 +12,7 @@ from protocol.merkle import CHUNK, blob_digest
 from protocol.rounds.events import BlobHeld, BlobInvalid, BlobUnavailable, ShardReduced, ShardUnavailable
 from tests.support.coordinator_fakes import peer
 from tests.support.open_files import few_files
-from tests.support.reducing_world import BAD, PART_SIZE, SIZE, World, _replace, _with_blob
+from tests.support.reducing_world import BAD, PART_SIZE, SIZE, World, changed, with_blob
 from tests.support.waiting import until
 
 
@@ -73,8 +73,8 @@ async def test_what_was_made_is_kept_for_some_rounds_also_when_its_record_is_dro
     assert w.reducing.retained_blobs() == [made]
     for number in (KEPT_ROUNDS - 1, KEPT_ROUNDS):
         assert made in w.reducing.retained_blobs()
-        body = _replace(first.body, round=number)
-        w.reducing.reduce(_replace(first, body=body, digest=blob_digest(bytes([number]))), 1, ())
+        body = changed(first.body, round=number)
+        w.reducing.reduce(changed(first, body=body, digest=blob_digest(bytes([number]))), 1, ())
         await w.answer()
     assert made not in w.reducing.retained_blobs()
 
@@ -97,8 +97,8 @@ async def test_who_sent_what_breaks_the_rules_is_named_at_once_and_nobody_else(w
     data = w.data[3][: 2 * CHUNK] + BAD + w.data[3][2 * CHUNK + 1 :]
     bad = w.source.add(data)
     w.source.silent.add(w.blobs[peer(2).key])  # it may still come
-    updates = tuple(_with_blob(u, bad) if u.author == peer(3).key else u for u in w.record.body.updates)
-    record = _replace(w.record, body=_replace(w.record.body, updates=updates))
+    updates = tuple(with_blob(u, bad) if u.author == peer(3).key else u for u in w.record.body.updates)
+    record = changed(w.record, body=changed(w.record.body, updates=updates))
     w.reducing.reduce(record, 1, ())
     assert await w.answer() == BlobInvalid(bad, "a value that is not finite")
     assert await w.answer() == ShardUnavailable(record.digest, 1, (peer(3).key,))

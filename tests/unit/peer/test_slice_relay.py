@@ -13,7 +13,7 @@ from peer.node.slice_relay import TIMES_OWN_WORK, SliceRelay
 from protocol.ids import Digest, PeerKey, short_id
 from protocol.messages import RoundRecord, Signed
 from tests.support.coordinator_fakes import peer
-from tests.support.reducing_world import SIZE, SPEC, Sums, World, _with_blob
+from tests.support.reducing_world import SIZE, SPEC, Sums, World, with_blob
 from tests.support.signed import heartbeat
 
 AUTHOR, ASKER, SEATED = (peer(n) for n in (1, 2, 3))
@@ -62,7 +62,7 @@ async def world(tmp_path):
 
 def listing(record: Signed[RoundRecord], blob: Digest) -> Signed[RoundRecord]:
     """Return the same record, with this blob as the author's update."""
-    updates = tuple(_with_blob(u, blob) if u.author == AUTHOR.key else u for u in record.body.updates)
+    updates = tuple(with_blob(u, blob) if u.author == AUTHOR.key else u for u in record.body.updates)
     return replace(record, body=replace(record.body, updates=updates))
 
 

@@ -223,7 +223,7 @@ def test_on_a_cpu_memory_is_what_the_process_has_of_the_machine_s(monkeypatch, t
     assert found.used == pytest.approx(resident, rel=0.2)
     whole = int(re.findall(r"MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text())[0]) * 1024
     assert found.whole == pytest.approx(whole, rel=0.01)
-    monkeypatch.setattr(memory, "_STATM", tmp_path / "none")
+    monkeypatch.setattr(memory, "STATM", tmp_path / "none")
     assert memory.memory_of(CPU) is None
 
 

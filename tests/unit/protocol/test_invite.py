@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from protocol.errors import MalformedError
 from protocol.identity import Identity
 from protocol.ids import Digest, RunId, b64url, sha256
-from protocol.invite import PREFIX, HostPort, Invite, _base58, _from_base58
+from protocol.invite import PREFIX, HostPort, Invite, from_base58, to_base58
 
 RUN, FINGERPRINT = RunId(bytes(range(32))), Digest(bytes(range(32, 64)))
 KEY = Identity(bytes(32)).key
-USUAL = f"/ip4/203.0.113.7/tcp/4001/p2p/{_base58(KEY.libp2p_id)}"
+USUAL = f"/ip4/203.0.113.7/tcp/4001/p2p/{to_base58(KEY.libp2p_id)}"
 
 
 def invite(**changes) -> Invite:
@@ -27,7 +27,7 @@ def test_an_invite_is_read_back_as_it_was_written():
     full = invite(
         coordinators=(HostPort("run.example.org", 7100), HostPort("2001:db8::1", 1)),
         code="quiet-otter-41",
-        addresses=(USUAL, "/dns4/a.example.org/tcp/9/p2p/abc", f"/ip6/::1/tcp/1/p2p/{_base58(KEY.libp2p_id)}"),
+        addresses=(USUAL, "/dns4/a.example.org/tcp/9/p2p/abc", f"/ip6/::1/tcp/1/p2p/{to_base58(KEY.libp2p_id)}"),
     )
     assert Invite.parse(str(full)) == full
 
@@ -38,8 +38,8 @@ def test_an_invite_for_one_coordinator_stays_short():
 
 
 def test_a_peer_id_is_written_as_libp2p_writes_it():
-    assert _base58(KEY.libp2p_id).startswith("12D3KooW")
-    assert _from_base58(_base58(KEY.libp2p_id)) == KEY.libp2p_id
+    assert to_base58(KEY.libp2p_id).startswith("12D3KooW")
+    assert from_base58(to_base58(KEY.libp2p_id)) == KEY.libp2p_id
 
 
 def test_white_space_that_a_terminal_put_in_is_dropped():

@@ -202,5 +202,5 @@ def test_a_fold_is_what_a_model_of_a_few_lines_says_and_goes_on_from_any_state(s
         fold = CreditFold.restored(
             spec.run_id, rule, count=fold.count, epoch=fold.epoch, pending=fold.pending, balances=fold.balances,
             branch=((c.digest, credits_of(c, rule).tokens) for c in story.maker.certificates),
-            reverted=fold._reverted,
+            reverted={c.record for c in story.posted} - {c.digest for c in story.maker.certificates},
         )  # fmt: skip

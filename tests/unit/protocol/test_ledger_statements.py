@@ -45,6 +45,12 @@ SENT: dict[str, tuple[bytes, Any]] = {
     "peer": (sign(PEER, BindPeer(RUN, ACCOUNT.key, 5)).encoded, lambda sent: open_bind_peer(sent, RUN)),
     "binding": (BINDING.encoded, lambda sent: open_binding(sent, RUN)),
 }
+FORMS: dict[type, tuple[str, Any]] = {
+    Receipt: ("receipt", wire.Receipt),
+    BindAccount: ("bind-account", wire.BindAccount),
+}
+"""The kind of a statement, and its message, which has fields of the same names."""
+
 OPENERS = list({id(decoder): decoder for _, decoder in SENT.values()}.values())
 
 
@@ -108,8 +114,9 @@ def test_another_runs_words_are_none():
 def test_what_makes_no_sense_is_neither_signed_nor_opened(body: Any):
     with pytest.raises(MalformedError):
         sign(OWNER, body)
-    kind, _, encode, _ = statements._KINDS[type(body)]
-    sent = seal(OWNER, kind, encode(body).SerializeToString(deterministic=True)).encoded
+    kind, form = FORMS[type(body)]
+    message = form(**{f.name: getattr(body, f.name) for f in dataclasses.fields(body)})
+    sent = seal(OWNER, kind, message.SerializeToString(deterministic=True)).encoded
     for decoder in OPENERS:
         with pytest.raises(ProtocolError):
             decoder(sent)
