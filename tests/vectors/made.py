@@ -627,13 +627,25 @@ def audits() -> dict[str, Any]:
             for n in (1, 3, 9) for seed in (digest("seed"), digest("another seed"))
         ],
         "due": [_due(name, windows) for name in range(8) for windows in ((64, 64, 300, 20), (700, 2000, 5000, 900))],
-        "decisions": [_decision(name) for name in range(40)],
+        "decisions": {
+            "authors": [key.hex() for key in _authors(7)],
+            "stakes": DECIDING,
+            "cases": [_decision(name) for name in range(24)],
+        },
     }  # fmt: skip
+
+
+DECIDING = [5, 70, 64, 64, 30, 90, 0]
+"""Stakes of seven authors; the last one has none."""
+
+
+def _authors(count: int) -> list[PeerKey]:
+    return sorted(identity(f"contributor {i}").key for i in range(count))
 
 
 def _due(name: int, windows: Sequence[int]) -> dict[str, Any]:
     """Return the audits that are due for a record of four authors: one without stake, and clean and short records."""
-    authors = sorted(identity(f"contributor {i}").key for i in range(4))
+    authors = _authors(4)
     rounds = (0, 64, 64, 9)
     stakes = {key: n * r for key, n, r in zip(authors, windows, rounds, strict=True)}
     made = audited_certificate(f"{name} {windows}", dict(zip(authors, windows, strict=True)))
@@ -657,11 +669,10 @@ VALUES = {True: (0.999, 0.985, 0.9849, 0.97), False: (0.5, 0.955, 0.9551, 0.9699
 def _decision(name: int) -> dict[str, Any]:
     """Return reports about the update of the first of seven authors, in the order of the chain, and what they decide.
 
-    Two auditors accuse it, or one in every eighth case. All others agree but for about one of six. The last author has
-    no stake.
+    Two auditors accuse it, or one in every eighth case. All others agree but for about one of six.
     """
-    authors = sorted(identity(f"contributor {i}").key for i in range(7))
-    stakes = dict(zip(authors, (5, 70, 64, 64, 30, 90, 0), strict=True))
+    authors = _authors(7)
+    stakes = dict(zip(authors, DECIDING, strict=True))
     made = audited_certificate(f"decision {name}", dict.fromkeys(authors, 64))
     update, seed = made.record.body.updates[0], sha256(f"seed {name}".encode())
     accusers = draw_auditors(seed, authors[0], stakes, AuditRule())[: 1 if name % 8 == 7 else 2]
@@ -676,10 +687,7 @@ def _decision(name: int) -> dict[str, Any]:
         rows.append({"by": reporter, "check": check, "scores": [[s.value, s.threshold] for s in scores]})
     decision = decide(made, seed, update, reports, stakes, AuditRule(jury=64))
     said = decision and {"convicted": decision.convicted, "refuted": [authors.index(k) for k in decision.refuted]}
-    return {
-        "seed": seed.hex(), "authors": [key.hex() for key in authors], "stakes": list(stakes.values()),
-        "reports": rows, "decision": said,
-    }  # fmt: skip
+    return {"seed": seed.hex(), "reports": rows, "decision": said}
 
 
 def _votes(authors: Sequence[PeerKey], jury: Mapping[PeerKey, int]) -> list[int]:
