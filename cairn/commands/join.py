@@ -102,7 +102,7 @@ moments_option = click.option(
     type=click.Choice(["fp32", "8bit"]),
     default="fp32",
     show_default=True,
-    help="The optimizer's moments. 8bit: a quarter of the memory, by bitsandbytes; not in a replayable run.",
+    help="The optimizer's moments. 8bit: a quarter of their memory, by bitsandbytes; not in a replayable run.",
 )
 
 _MEMBER_OPTIONS = (
