@@ -30,6 +30,7 @@ from protocol.assignment import windows_of
 from protocol.audits import TRAINED_WINDOW_PASSES, WINDOWS_COMPARED, draw_auditors, due_audits
 from protocol.errors import ChainError, CodecError
 from protocol.ids import PeerKey
+from protocol.layout import BLOCK
 from protocol.messages import AuditCheck, Certificate, Score, Signed, UpdateHeader, WorkReport
 from protocol.outer import Contribution
 
@@ -132,9 +133,9 @@ class Swarm:
                 continue
             values = progress[number]
             self.work["trained"] += self.world.profile.windows * (key not in self.hostile)
-            if attacks and key in self.hostile:
+            if attacks and key in self.hostile and self._has_turn(now, number):
                 self.dishonest.add((now, key))
-                made = self._attack(number, values, half[number])
+                made = self._attack(number, progress, half[number])
                 found[key] = made if isinstance(made, bytes) else self._encoded(made)
             else:
                 found[key] = self._encoded(values)
@@ -176,9 +177,12 @@ class Swarm:
         self.world.codec.add_to(blob, values)
         return self.world.flat(values)
 
-    def _attack(self, number: int, values: Tensor, half: Tensor) -> Tensor | bytes:
-        """Return what a hostile peer sends: a blob, or values to encode."""
-        key, last = self.keys[number], self.sent[-1]
+    def _has_turn(self, now: int, number: int) -> bool:
+        return self.scenario.attack != "turns" or now % self.scenario.hostile == number % self.scenario.hostile
+
+    def _attack(self, number: int, progress: Tensor, half: Tensor) -> Tensor | bytes:
+        """Return what a hostile peer sends: a blob, or values to encode. `progress`: of all peers' training."""
+        key, last, values = self.keys[number], self.sent[-1], progress[number]
         honest = [k for k in self.keys if k in last and k not in self.hostile]
         other = last[honest[number % len(honest)]]
         match self.scenario.attack:
@@ -189,14 +193,31 @@ class Swarm:
                 return other
             case "resend":
                 return self.sent[FIRST_ATTACK - 1][key]
-            case "half":
+            case "half" | "turns":
                 return 2 * half
             case "flip" | "flip, largest claim":
                 return -values
             case "huge":
                 return -1e6 * values
+            case "concentrated":
+                return self._concentrated(values)
+            case "clone":
+                ally = progress[len(self.keys) - self.scenario.hostile - 1]
+                return ally + 0.1 * ally.abs().mean() * torch.randn(ally.shape, generator=self.generator)
             case _:
                 return values
+
+    def _concentrated(self, values: Tensor) -> Tensor:
+        """Return values with the same signs and norms, but for one reversed block of each larger tensor."""
+        made = values.clone()
+        for tensor in self.world.named(made).values():
+            blocks = tensor.view(-1).split(BLOCK)
+            if len(blocks) > 1:
+                norm = tensor.norm()
+                for other in blocks[1:]:
+                    other *= 1e-9
+                blocks[0].mul_(-norm / blocks[0].norm())
+        return made
 
     # -- audits ------------------------------------------------------------------------------------------------
 
