@@ -172,7 +172,27 @@ METHOD_ROWS = (
 )
 """Changes that might learn better than the default."""
 
-OWN_ROWS = {"people": PEOPLE_ROWS, "reduced": REDUCED_ROWS, "method": METHOD_ROWS}
+STREAM_ROWS = (
+    METHOD_ROWS[0],
+    _from(MOMENTUM_BASE, "overlap of 12 steps", overlap=12),
+    _from(MOMENTUM_BASE, "9 fragments, 2 steps", fragments=9, overlap=2),
+    _from(MOMENTUM_BASE, "12 fragments, 2 steps", fragments=12, overlap=2),
+    _from(MOMENTUM_BASE, "18 fragments, 1 step", fragments=18, overlap=1),
+)
+"""Fragments that are exchanged one after the other during a round, each of them that many steps late."""
+
+MISSED = 0.25
+MISSED_ROWS = (
+    METHOD_ROWS[0],
+    *(
+        _from(MOMENTUM_BASE, f"a quarter of updates missed, put back {how}", misses=MISSED, returned=factor)
+        for how, factor in (("never", 0.0), ("to be halved", 1.0), ("whole", 1 / MOMENTUM_BASE["beta"]))
+    ),
+)
+"""Updates that missed their round: how much of each the error feedback gets."""
+
+OWN_ROWS = {"people": PEOPLE_ROWS, "reduced": REDUCED_ROWS, "method": METHOD_ROWS, "streaming": STREAM_ROWS,
+            "missed": MISSED_ROWS}  # fmt: skip
 """Studies with a base of their own: each is set beside its first row."""
 
 QUICK = (

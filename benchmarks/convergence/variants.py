@@ -37,7 +37,8 @@ class Choice:
     direction ("same"). `embedding_k`: the number of coordinates that are sent of each block of the embedding, in 2
     bits; 0: as elsewhere. `restore`: each tensor's mean gets the mean of the updates' norms (arXiv 2604.21428).
     `outer_late`: (share, outer_lr) as density. `lead`: the number of first rounds in which the first peer's update
-    alone counts. `muon_momentum`: of the inner Muon.
+    alone counts. `muon_momentum`: of the inner Muon. `misses`: the chance that a round is decided without an update.
+    Its values then return to the error feedback, times `returned`; the next one has the weight of both.
     """
 
     h: int = 10
@@ -64,6 +65,8 @@ class Choice:
     outer_late: tuple[tuple[float, float], ...] = ()
     lead: int = 0
     muon_momentum: float = MOMENTUM
+    misses: float = 0.0
+    returned: float = 1.0
 
 
 class Variant(Method):
@@ -78,7 +81,8 @@ class Variant(Method):
             self.fleet.muon.optimizer.momentum = self.c.muon_momentum
         self.base = self.fleet.row(0).clone()
         self.velocity = torch.zeros_like(self.base)
-        self.limits: Tensor | None = None
+        self.limits: dict[int, Tensor] = {}
+        """By fragment."""
         self.anchor = self.base.repeat(peers, 1)
         self.e = torch.zeros_like(self.anchor)
         self.groups = _fragments(blocks.groups(setting.layout, setting.device), self.c.fragments)
@@ -86,6 +90,8 @@ class Variant(Method):
         self.turn = 0
         self.since = 0
         self.pending: tuple[int, list[tuple[blocks.Group, Tensor, Tensor]]] | None = None
+        self.owed = torch.zeros(len(self.groups), peers)
+        """Rounds of each fragment since a peer's last accepted update."""
         self.generator = torch.Generator().manual_seed(setting.seed)
 
     def step(self, number: int) -> None:
@@ -148,8 +154,9 @@ class Variant(Method):
         self.pending = None
         if self.turn <= self.c.lead:
             sent = [(group, decoded[:1], mask[:1]) for group, decoded, mask in sent]
+        sent, weights = self._decided(sent)
         outer_lr = _at(self.c.outer_late, now / self.setting.profile.steps, self.c.outer_lr)
-        for group, mean in self._means(sent):
+        for group, mean in self._means(sent, weights):
             here, mask = group.at, next(m for g, _, m in sent if g is group)
             if self.c.momentum:
                 self.velocity[here] = self.c.momentum * self.velocity[here] + mean
@@ -167,17 +174,38 @@ class Variant(Method):
         if self.c.forget:
             self.fleet.forget_moments()
 
-    def _means(self, sent: Sequence[tuple[blocks.Group, Tensor, Tensor]]) -> list[tuple[blocks.Group, Tensor]]:
+    def _decided(
+        self, sent: Sequence[tuple[blocks.Group, Tensor, Tensor]]
+    ) -> tuple[list[tuple[blocks.Group, Tensor, Tensor]], Tensor]:
+        """Return the updates that did not miss their round, and their shares of the mean: fp32 [updates]."""
+        peers = len(sent[0][1])
+        owed = self.owed[(self.turn - 1) % len(self.groups), :peers]
+        owed += 1
+        there = torch.rand(peers, generator=self.generator) >= self.c.misses if self.c.misses else owed > 0
+        if not there.any():
+            there = owed > 0
+        weights = owed[there] / owed[there].sum()
+        owed[there] = 0
+        for group, decoded, _ in sent:
+            missed = blocks.transformed(decoded[~there], self.c.transform, back=True)
+            rows = self.e[:peers][~there]
+            rows[:, group.at] += self.c.returned * missed
+            self.e[:peers][~there] = rows
+        return [(group, decoded[there], mask[there]) for group, decoded, mask in sent], weights.to(self.base.device)
+
+    def _means(
+        self, sent: Sequence[tuple[blocks.Group, Tensor, Tensor]], weights: Tensor
+    ) -> list[tuple[blocks.Group, Tensor]]:
         """Return each group's mean of the updates, fp32 [blocks, width]."""
-        weight = 1 / len(sent[0][1])
+        shares = weights[:, None, None]
         factors = self._clip(sent)
         tensors = len(self.setting.layout.tensors)
         wanted, found = (torch.zeros(rows, tensors, device=self.base.device) for rows in (len(factors), 1))
         means = []
         for group, decoded, mask in sent:
             values = decoded * factors[:, group.tensor, None] if self.c.clip else decoded
-            senders = (mask & (decoded != 0)).sum(0) * weight
-            mean = (values * weight).sum(0) / senders.clamp(min=weight) ** self.c.power
+            senders = ((mask & (decoded != 0)) * shares).sum(0)
+            mean = (values * shares).sum(0) / senders.clamp(min=float(weights.min())) ** self.c.power
             means.append((group, blocks.transformed(mean, self.c.transform, back=True)))
             wanted.index_add_(1, group.tensor, values.square().sum(2))
             found.index_add_(1, group.tensor, mean.square().sum(1)[None, :])
@@ -189,17 +217,18 @@ class Variant(Method):
     def _clip(self, sent: Sequence[tuple[blocks.Group, Tensor, Tensor]]) -> Tensor:
         """Return the factors that bring each peer's update of a tensor to the limit: fp32 [peers, tensors].
 
-        The limit is the lower median norm, within a factor 2 of the limit of the round before.
+        The limit is the lower median norm, within a factor 2 of the limit of the fragment's last round.
         """
         energies = torch.zeros(len(sent[0][1]), len(self.setting.layout.tensors), device=self.base.device)
         for group, decoded, _ in sent:
             energies.index_add_(1, group.tensor, decoded.square().sum(2))
         norms = energies.sqrt()
         limit = norms.sort(0).values[(len(norms) - 1) // 2]
-        if self.limits is not None:
-            bounded = torch.minimum(torch.maximum(limit, self.limits / 2), 2 * self.limits)
-            limit = torch.where(self.limits > 0, bounded, limit)
-        self.limits = limit
+        fragment = (self.turn - 1) % len(self.groups)
+        if (before := self.limits.get(fragment)) is not None:
+            bounded = torch.minimum(torch.maximum(limit, before / 2), 2 * before)
+            limit = torch.where(before > 0, bounded, limit)
+        self.limits[fragment] = limit
         return (limit / norms.clamp(min=1e-30)).clamp(max=1.0)
 
     def finish(self) -> None:

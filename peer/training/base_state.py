@@ -73,11 +73,12 @@ class BaseState(ThreadOwned):
         """Hold nothing yet, but read what was saved in `folder`. `threads`: CPU threads that hash a state."""
         super().__init__()
         self.codec = make_codec(spec.codec, spec.model.layout)
-        self.ledger = ErrorFeedbackAccount(backend.outer, Reduction(self.codec), folder, backend.device, report)
+        self.ledger = ErrorFeedbackAccount(
+            backend.outer, Reduction(self.codec), spec.codec.beta, folder, backend.device, report
+        )
         self.record: Digest | None = None
         """The record whose state is held; None before the first load."""
         self.round = 0
-        self._beta = spec.codec.beta
         self._files = RoundFiles.of(spec)
         self._me = me
         self._threads = threads
@@ -163,12 +164,12 @@ class BaseState(ThreadOwned):
         """Return the blob of all progress that was not sent yet."""
         blob = self._outer.announce()
         self._exchange.loss = self._exchange.loss.restarted()
-        self.ledger.decay(self._beta)
+        self.ledger.decay()
         return blob
 
     def _take_back(self, blob: bytes) -> None:
         """Undo `_announce`, for the update could not be kept."""
-        self._outer.add_back(blob)
+        self.ledger.take_back(blob)
 
     def _rebase_window(self, windows: WindowAccounting, first: int) -> int:
         """Return the header's field for an update that claims windows from `first` on."""
@@ -303,17 +304,18 @@ class BaseState(ThreadOwned):
         windows = self._exchange.windows
         mine = windows.announced
         # Every other update was dealt with when its round was applied.
-        undecided = {*self.ledger.entries, move.unsaved, mine and mine.blob}
+        newest = mine and mine.blob
+        undecided = {*self.ledger.entries, move.unsaved, newest}
         for name, update in move.accepted.items():
             if name in undecided:
                 self.ledger.accepted(name, update)
-        put_back = [blob is not None and self.ledger.missed(blob) for blob in move.missed]
+        put_back = [blob is not None and self.ledger.missed(blob, newest) for blob in move.missed]
         is_open = False
         if mine is not None and mine.end > move.next_window and not self.ledger.holds_all_of(mine.blob):
             is_open = mine.parent == move.record
             if not is_open:
                 blob = self._missed_blob(self._folder.update_file(mine.blob))
-                put_back.append(blob is not None and self.ledger.missed(blob))
+                put_back.append(blob is not None and self.ledger.missed(blob, newest))
                 if not put_back[-1]:
                     windows = windows.lost()  # no update carries their work, so none may claim them
         kept = bool(put_back) and all(put_back)

@@ -197,8 +197,9 @@ class Codec(ABC):
         into: Mapping[str, Tensor],
         slices: Sequence[TensorSlice] | None = None,
         mask: Callable[[Batch], Tensor] | None = None,
+        factor: float = 1.0,
     ) -> None:
-        """into <- into + decode(blob): puts an update that missed its round back into the error feedback.
+        """into <- into + factor * decode(blob): puts an update that missed its round back into the error feedback.
 
         The tensors of `into` are all on one device; with `slices`, they are these (see `local_views`). `mask`: for each
         batch, zeros and ones for the values that the blob lists [batch.count, values that a block lists], on that
@@ -212,6 +213,8 @@ class Codec(ABC):
             values = decoded.values.view(batch.count, -1)
             if mask is not None:
                 values = values * mask(batch)
+            if factor != 1.0:
+                values = values * factor
             for p in batch.segments:
                 start, tensor = mine[p.index]
                 target, rows = tensor[batch.source_slice(p, start)], slice(p.row, p.row + p.count)

@@ -182,6 +182,28 @@ def test_a_restored_mean_has_the_mean_of_the_norms_in_each_tensor(setting: Setti
             assert torch.cosine_similarity(moved.flatten(), mean.flatten(), dim=0) > 0.999
 
 
+def test_a_missed_update_is_in_its_authors_feedback_until_one_is_accepted(setting: Setting):
+    choice = {"h": 2, "k": 4096, "quantiser": "fp32", "beta": 0.5, "clip": False}
+    method = Variant(setting, LR, misses=0.5, returned=2.0, **choice)
+    owing = set()
+    for number in range(12):
+        method.step(number)
+        owed = method.owed[0] > 0
+        assert torch.equal(method.e.abs().sum(1) > 0, owed)
+        owing.add(int(owed.sum()))
+    assert len(owing) > 1
+    never = Variant(setting, LR, misses=0.5, returned=0.0, **choice)
+    assert not trained(never).e.any()
+
+
+def test_each_fragment_of_a_stream_is_clipped_to_its_own_norms(setting: Setting):
+    method = Variant(setting, LR, h=4, k=4096, fragments=4, overlap=1)
+    trained(method)
+    assert method.limits.keys() == {0, 1, 2, 3}
+    of_each = torch.stack(list(method.limits.values()))
+    assert (of_each > 0).any(0).all() and not (of_each > 0).all()  # small tensors are in one of them
+
+
 def test_of_the_first_rounds_one_peers_update_alone_may_count(setting: Setting):
     _, own, state = after_one_round(setting, lead=1)
     assert torch.allclose(state, own[0], atol=1e-6)

@@ -242,7 +242,7 @@ def test_what_was_dropped_leaves_with_what_decay_has_left_of_it_also_after_a_res
     apply(twin, ask(accepted_round(0, (1, made)), made))  # the same, but for what was dropped
     for peer in (trainer, twin):
         peer.backend.outer.announce()  # decays
-    trainer.base.ledger.decay(0.5)
+    trainer.base.ledger.decay()
     assert next(iter(trainer.base.ledger.entries.values())).factor == 0.5
     trainer.checkpointer.save_now()
     again, heard = born(world)
@@ -252,7 +252,7 @@ def test_what_was_dropped_leaves_with_what_decay_has_left_of_it_also_after_a_res
     was = copied(again.backend.outer.feedback)
     again.load(world.load(accepted_round(0, (1, made)), next_window=made.end_window))
     gone = {n: (was[n] - t) for n, t in again.backend.outer.feedback.items()}
-    same(gone, {n: t * 0.5 for n, t in left_out(world, record, made).items()})
+    same(gone, left_out(world, record, made))  # twice as much was added, and half of it is left
     assert not again.base.ledger.entries and twin.base.ledger.entries == {}
 
 
