@@ -153,7 +153,7 @@ def test_neither_a_missed_update_nor_what_it_left_over_is_halved(tmp_path):
         learnt = {n: -t for n, t in trainer.backend.outer.progress()}
         made = update(trainer, world.folder / name)
         left = copied(trainer.backend.outer.feedback)
-        if trainer is two:  # what was added since is not to be counted twice
+        if trainer is two:  # nothing that was added since may count twice
             another = {n: torch.full_like(t, 2**-7) for n, t in learnt.items()}
             trainer.base.ledger.missed(bytes(trainer.base.codec.encode(copied(another))), None)
         apply(trainer, Apply(accepted_round(0), (made.blob_path,), 0, 0))
