@@ -13,7 +13,8 @@ RELEASE = "0.1.0"
 
 PROTOCOL = 1
 """It grows with each change that keeps an older Cairn out of a run: of bytes on the wire, of what is accepted, or of
-the bits of a state. A field that readers pass over is no such change."""
+the bits of a state. A field that readers pass over is no such change. With it the last release of the old number
+enters `LAST_RELEASES`, and the vectors are made again."""
 
 MAX_PROTOCOL = 2**31 - 1
 

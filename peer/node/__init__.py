@@ -1,7 +1,14 @@
 """The node: one asyncio process that drives the round machine with the store, the swarm and the trainer.
 
 Decisions about rounds are made in `protocol.rounds`, and tensors are handled in `peer.training`. A part that has
-collaborators is a dataclass of them: its private state follows. Read the modules in this order:
+collaborators is a dataclass of them: its private state follows. Data flows in one direction:
+
+    other peers -> RequestServer --+                                         +-> Network, ChainStore
+    trainer -> TrainerClient ------+-> EventQueue -> RoundDriver -> machine -+-> ActionHandler -> RoundBlobFetcher,
+    fetched blobs, ticks ----------+                                         |                    ShardReducer
+    auditor -> AuditRunner --------+                                         +-> TrainerClient, AuditRunner
+
+Read the modules in this order:
 
 1. The whole
    - `options`, `builder`: the settings, and all parts put together, bottom-up
