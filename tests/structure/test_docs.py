@@ -25,7 +25,7 @@ ROOT = DOCS.parent
 README = ROOT / "README.md"
 PAGES = sorted(DOCS.rglob("*.md"))
 MAX_TERMS = 60
-MAX_WORDS = 24_900
+MAX_WORDS = 25_000
 """In all pages but results; fine-tuning takes a thousand of them."""
 
 LITERAL = re.compile(r"(?<=\n\n)(?: {4}.*\n|\n)+|`[^`\n]+`")
