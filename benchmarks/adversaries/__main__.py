@@ -53,6 +53,8 @@ BROKEN = 100.0
 """The loss ratio of a run that broke."""
 LARGE = 640
 """Windows of the largest update whose loss checks are as rare as those of a small one."""
+AGAIN = "7025562eed8225994a602fd84d3c7d37ecd26304"
+"""The commit that judged honest updates of an earlier one again, by a new score."""
 HONEST = ((TINY, 120), (SMALL, 12))
 """Swarms of honest peers, and how many of their updates are compared."""
 
@@ -98,7 +100,7 @@ def goals(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     def goal(text: str, value: Any, met: bool) -> None:
         found.append(report.goal(text, value, met))
 
-    compared = sum(h["comparisons"] for h in results["honest"])
+    compared = sum(h["comparisons"] for h in results["honest"] if h.get("commit") != AGAIN)
     failed = sum(h["verdicts"]["failed"] for h in results["honest"])
     goal(
         "honest updates called bad: at most 1 of 10,000, of 10,000 or more",
