@@ -102,17 +102,18 @@ def test_the_first_answers_come_without_heavy_parts(argument: str):
     assert not HEAVY & _imported(done.stderr)
 
 
-@pytest.mark.parametrize("command", [["peer", "join"], ["coordinator", "serve"]])
-def test_the_help_of_a_command_takes_less_than_three_tenths_of_a_second(command: list[str]):
-    """Hold the least CPU time of three to it: single ones were 0.16 to 0.24 s, with five processes for each core."""
-    used = []
-    for _ in range(3):
-        done = subprocess.Popen([sys.executable, "-m", "cairn", *command, "--help"], stdout=subprocess.DEVNULL)
-        _, status, usage = os.wait4(done.pid, 0)
-        done.returncode = os.waitstatus_to_exitcode(status)
-        assert done.returncode == 0
-        used.append(usage.ru_utime + usage.ru_stime)
-    assert min(used) < 0.3, used
+@pytest.mark.parametrize("command", ["peer join", "coordinator serve"])
+def test_the_help_of_a_command_loads_few_modules(command: str):
+    """Hold what takes the time, and not the time, which depends on the load: 343 modules take 0.16 to 0.24 s."""
+    code = f"""
+import sys
+from click.testing import CliRunner
+from cairn.main import main
+print(CliRunner().invoke(main, "{command} --help".split()).exit_code, len(sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    exit_code, modules = map(int, done.stdout.split())
+    assert exit_code == 0 and modules < 400
 
 
 def test_the_help_of_every_command_comes_without_heavy_parts():
