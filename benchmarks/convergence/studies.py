@@ -185,11 +185,11 @@ MISSED = 0.25
 MISSED_ROWS = (
     METHOD_ROWS[0],
     *(
-        _from(MOMENTUM_BASE, f"a quarter of updates missed, put back {how}", misses=MISSED, returned=factor)
-        for how, factor in (("never", 0.0), ("to be halved", 1.0), ("whole", 1 / MOMENTUM_BASE["beta"]))
+        _from(MOMENTUM_BASE, f"a quarter of updates missed, put back {how}", misses=MISSED, returns=how)
+        for how in ("never", "decayed", "whole")
     ),
 )
-"""Updates that missed their round: how much of each the error feedback gets."""
+"""Updates that missed their round, and return to the error feedback."""
 
 OWN_ROWS = {"people": PEOPLE_ROWS, "reduced": REDUCED_ROWS, "method": METHOD_ROWS, "streaming": STREAM_ROWS,
             "missed": MISSED_ROWS}  # fmt: skip

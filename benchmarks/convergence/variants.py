@@ -19,6 +19,8 @@ from benchmarks.convergence.method import Method
 from benchmarks.convergence.setting import Setting
 from peer.training.muon import MOMENTUM
 from protocol.layout import BLOCK
+from protocol.outer import mean_weights
+from protocol.spec import OuterSpec
 
 Value = TypeVar("Value", int, float)
 
@@ -38,7 +40,8 @@ class Choice:
     bits; 0: as elsewhere. `restore`: each tensor's mean gets the mean of the updates' norms (arXiv 2604.21428).
     `outer_late`: (share, outer_lr) as density. `lead`: the number of first rounds in which the first peer's update
     alone counts. `muon_momentum`: of the inner Muon. `misses`: the chance that a round is decided without an update.
-    Its values then return to the error feedback, times `returned`; the next one has the weight of both.
+    Its values then return to the error feedback: "whole", as the next announcement decays neither them nor what was
+    left, "decayed", or "never" (`returns`). The next update claims the windows of both.
     """
 
     h: int = 10
@@ -66,7 +69,7 @@ class Choice:
     lead: int = 0
     muon_momentum: float = MOMENTUM
     misses: float = 0.0
-    returned: float = 1.0
+    returns: str = "whole"
 
 
 class Variant(Method):
@@ -90,8 +93,8 @@ class Variant(Method):
         self.turn = 0
         self.since = 0
         self.pending: tuple[int, list[tuple[blocks.Group, Tensor, Tensor]]] | None = None
-        self.owed = torch.zeros(len(self.groups), peers)
-        """Rounds of each fragment since a peer's last accepted update."""
+        self.owed, self.weighed = torch.zeros(len(self.groups), peers), torch.ones(len(self.groups), peers)
+        """Of each fragment, a peer's rounds that are not weighed yet, and the weight of its last accepted update."""
         self.generator = torch.Generator().manual_seed(setting.seed)
 
     def step(self, number: int) -> None:
@@ -178,20 +181,29 @@ class Variant(Method):
         self, sent: Sequence[tuple[blocks.Group, Tensor, Tensor]]
     ) -> tuple[list[tuple[blocks.Group, Tensor, Tensor]], Tensor]:
         """Return the updates that did not miss their round, and their shares of the mean: fp32 [updates]."""
-        peers = len(sent[0][1])
-        owed = self.owed[(self.turn - 1) % len(self.groups), :peers]
+        peers, fragment = len(sent[0][1]), (self.turn - 1) % len(self.groups)
+        if not self.c.misses:
+            return list(sent), torch.full((peers,), 1 / peers, device=self.base.device)
+        owed, weighed = self.owed[fragment], self.weighed[fragment]
         owed += 1
-        there = torch.rand(peers, generator=self.generator) >= self.c.misses if self.c.misses else owed > 0
+        there = torch.rand(peers, generator=self.generator) >= self.c.misses
         if not there.any():
-            there = owed > 0
-        weights = owed[there] / owed[there].sum()
-        owed[there] = 0
+            there[:] = True
+        # As in the product: at most twice the last weight, at most the cap's share, and the rest later.
+        weighed[there] = torch.minimum(owed[there], 2 * weighed[there])
+        owed[there] -= weighed[there]
+        shares = mean_weights([int(w) for w in weighed[there]], OuterSpec().weight_cap)
         for group, decoded, _ in sent:
-            missed = blocks.transformed(decoded[~there], self.c.transform, back=True)
-            rows = self.e[:peers][~there]
-            rows[:, group.at] += self.c.returned * missed
-            self.e[:peers][~there] = rows
-        return [(group, decoded[there], mask[there]) for group, decoded, mask in sent], weights.to(self.base.device)
+            left = self.e[~there]
+            if self.c.returns == "never":
+                owed[~there] = 0
+            else:
+                left[:, group.at] += blocks.transformed(decoded[~there], self.c.transform, back=True)
+            if self.c.returns == "whole":
+                left[:, group.at] /= self.c.beta
+            self.e[~there] = left
+        weights = torch.tensor(shares, device=self.base.device)
+        return [(group, decoded[there], mask[there]) for group, decoded, mask in sent], weights
 
     def _means(
         self, sent: Sequence[tuple[blocks.Group, Tensor, Tensor]], weights: Tensor

@@ -306,10 +306,12 @@ class BaseState(ThreadOwned):
         # Every other update was dealt with when its round was applied.
         newest = mine and mine.blob
         undecided = {*self.ledger.entries, move.unsaved, newest}
+        # The newest first: its announcement's decay is undone only before anything else is put back.
+        missed = sorted(move.missed, key=lambda blob: blob is None or blob_digest(blob) != newest)
+        put_back = [blob is not None and self.ledger.missed(blob, newest) for blob in missed]
         for name, update in move.accepted.items():
             if name in undecided:
                 self.ledger.accepted(name, update)
-        put_back = [blob is not None and self.ledger.missed(blob, newest) for blob in move.missed]
         is_open = False
         if mine is not None and mine.end > move.next_window and not self.ledger.holds_all_of(mine.blob):
             is_open = mine.parent == move.record
