@@ -346,6 +346,13 @@ class Chain:
         node = self._main_chain.get(height)
         return None if node is None else node.digest
 
+    def main_chain_after(self, record: Digest, limit: int) -> tuple[Certificate, ...] | None:
+        """Return at most `limit` certificates after a record, oldest first; None if it is not on the head's path."""
+        node = self._nodes.get(record)
+        if node is None or not self._is_on_main_chain(node):
+            return None
+        return self.path(record, self._main_chain[min(self._head.height, node.height + limit)].digest)
+
     def locator(self) -> tuple[Digest, ...]:
         """Return digests on the head's path, newest first: ten in a row, then gaps that double, the root last.
 
