@@ -15,7 +15,7 @@ from peer.node.audit_runner import AuditRunner
 from peer.node.blob_retention import BlobRetention, assets
 from peer.node.chain_store import ChainStore
 from peer.node.device_work import DeviceWork
-from peer.node.directive_handler import DirectiveHandler, is_banned
+from peer.node.directive_handler import DirectiveHandler
 from peer.node.driver import RoundDriver
 from peer.node.end_of_run import EndOfRun
 from peer.node.enrollment import Enrollment
@@ -94,8 +94,8 @@ def build_node(
         assets=assets(spec),
         reporter=report_signer,
     )
-    banned = partial(is_banned, chain)
-    network = Network(membership, tasks, options.listen, options.announce, banned, start_swarm, paces=paces or Paces())
+    paces = paces or Paces()
+    network = Network(membership, tasks, options.listen, options.announce, chain.is_banned, start_swarm, paces=paces)
     packets = PacketDecoder(membership.decoder, membership.locator)
 
     updates = RoundBlobFetcher(store, network, codec, spec.round.exchange_seconds, queue.post, tasks)

@@ -80,7 +80,7 @@ async def test_the_owners_auditor_fetches_all_it_needs_reports_by_the_owners_key
         # A member that holds no state and announces nothing; no record lists it, and no round waits for it.
         (member,) = (m for m in world.nodes["ada"].machine.summary(0.0).members if m.key == world.key("watcher"))
         assert (member.heartbeat.phase, member.heartbeat.state) == ("observing", None)
-        assert world.nodes["ada"].network.is_member(world.key("watcher")) and node.machine.phase is Phase.OBSERVING
+        assert world.nodes["ada"].network.is_admitted(world.key("watcher")) and node.machine.phase is Phase.OBSERVING
         assert not world.contributed("watcher") and world.key("watcher") not in world.trainers
         first = process.asked[0].update.blob
         await world.until("its store is pruned of what no check needs any more", lambda: not first.exists())
