@@ -63,7 +63,7 @@ class KeptUpdates:
     def __init__(self, node: Node, view: ObserverView, settings: ArchiveTable, name_of: Callable[[PeerKey], str]):
         self._node = node
         self._view = view
-        self._files = node.audit_jobs.files
+        self._files = node.work.jobs.files
         self._few_members, self._most_bytes = settings.few_members, settings.updates
         self._reserve = settings.reserve
         self._name_of = name_of

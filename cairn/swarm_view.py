@@ -77,7 +77,7 @@ class ObserverView:
         return self._node.chain.finalization
 
     async def certificates_after(self, record: Digest, limit: int) -> Sequence[Certificate] | None:
-        return self._node.certificates.after(record, limit)
+        return self._node.chain.main_chain_after(record, limit)
 
     def certificate(self, record: Digest) -> Certificate | None:
         chain = self._node.chain

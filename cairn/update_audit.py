@@ -326,9 +326,9 @@ async def make_check(node: Node, audited: AuditedUpdate, check: AuditCheck, proc
     _require_kept(node, audited, check)
     _say("fetching what the check needs: a checkpoint, the rounds after it, and the update")
     try:
-        node.audit_jobs.files.allow_for(STRANGERS_BYTES)
-        await node.audit_jobs.begin(node.network)
-        job = await node.audit_jobs.job(certificate, update.digest, check, seed)
+        node.work.jobs.files.allow_for(STRANGERS_BYTES)
+        await node.work.jobs.begin(node.network)
+        job = await node.work.jobs.job(certificate, update.digest, check, seed)
     except (CairnError, asyncio.TimeoutError) as e:
         reason = str(e) or "no member gave it in time"
         raise CairnError(
@@ -339,7 +339,7 @@ async def make_check(node: Node, audited: AuditedUpdate, check: AuditCheck, proc
     try:
         answer = await process.answer(job, CHECK_SECONDS)
     finally:
-        node.audit_jobs.release()
+        node.work.jobs.release()
         await process.close()
     if answer.reason:
         raise CairnError(

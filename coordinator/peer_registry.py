@@ -1,4 +1,7 @@
-"""The peers of the swarm: each with its newest heartbeat, and since when it has been silent."""
+"""The peers that the run page shows: each with its newest heartbeat, and since when it has been silent.
+
+It decides nothing. The heartbeats are those of the observer's node, which forgets the silent sooner.
+"""
 
 from __future__ import annotations
 

@@ -149,6 +149,8 @@ class Chain:
         self._built_on_twins: BoundedDict[Digest, None] = BoundedDict(limits.max_side_records)
         """Records that brought such a record back: each does so once, or replays would drop twins without end."""
         self._newest_directive: Signed[Directive] | None = None
+        self._banned: frozenset[PeerKey] = frozenset()
+        """The keys that the owner bans by that directive, whether or not a record carries it."""
         self._finalization: Signed[Finalization] | None = None
         self._pending_finalization: Signed[Finalization] | None = None
 
@@ -346,6 +348,13 @@ class Chain:
         node = self._main_chain.get(height)
         return None if node is None else node.digest
 
+    def main_chain_after(self, record: Digest, limit: int) -> tuple[Certificate, ...] | None:
+        """Return at most `limit` certificates after a record, oldest first; None if it is not on the head's path."""
+        node = self._nodes.get(record)
+        if node is None or not self._is_on_main_chain(node):
+            return None
+        return self.path(record, self._main_chain[min(self._head.height, node.height + limit)].digest)
+
     def locator(self) -> tuple[Digest, ...]:
         """Return digests on the head's path, newest first: ten in a row, then gaps that double, the root last.
 
@@ -395,6 +404,10 @@ class Chain:
     def newest_directive(self) -> Signed[Directive] | None:
         """The owner's newest directive so far, whether or not a record carries it."""
         return self._newest_directive
+
+    def is_banned(self, key: PeerKey) -> bool:
+        """Return whether the newest directive bans a peer. Records before that may still list its updates."""
+        return key in self._banned
 
     @property
     def rollback(self) -> Rollback | None:
@@ -613,7 +626,7 @@ class Chain:
             raise ChainError(
                 f"the owner's rollback names round {rollback.round} for a record of round {node.height - 1}"
             )
-        self._newest_directive = directive
+        self._newest_directive, self._banned = directive, frozenset(body.banned)
         if rollback is None or (before is not None and before.body.rollback == rollback):
             self._drop_banned()
             return True
@@ -741,14 +754,14 @@ class Chain:
         Records up to a finalization or rollback whose record is awaited stay: which of them lead to it is not known.
         """
         newest, pending = self._newest_directive, self._pending_finalization
-        if newest is None or not newest.body.banned:
+        if newest is None or not self._banned:
             return False
         if pending is not None and height <= pending.body.round + 1:
             return False
         rollback = newest.body.rollback
         if rollback is not None and height <= rollback.round and rollback.record not in self._nodes:
             return False
-        n, banned = len(contributors), len(set(newest.body.banned).intersection(contributors))
+        n, banned = len(contributors), len(self._banned.intersection(contributors))
         return banned > 0 and 2 * (quorum(n) - banned) <= n - banned
 
     def _drop_banned(self) -> None:
@@ -821,11 +834,6 @@ class Chain:
             if above is floor:
                 return
             yield above
-
-    @property
-    def _banned(self) -> frozenset[PeerKey]:
-        """The keys that the owner bans by its newest directive, whether or not a record carries it."""
-        return frozenset(() if self._newest_directive is None else self._newest_directive.body.banned)
 
     def _choose_head(self) -> None:
         """Compute the fork choice again."""

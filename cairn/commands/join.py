@@ -355,7 +355,7 @@ async def run_node(node: Node, screen: PeerScreen, stopping: asyncio.Future[Any]
     leaving = asyncio.ensure_future(away.wait())
     running = asyncio.create_task(node.run())
     milestones = asyncio.create_task(log_milestones(lambda: screen.view(node.reporter.latest), node.store))
-    is_auditor, beside = node.trainer is None, [milestones]
+    is_auditor, beside = node.work.trainer is None, [milestones]
     if not is_auditor:
         asking = ask_for_credits(node.membership, screen, lambda: node.reporter.latest.members)
         beside.append(asyncio.create_task(asking))

@@ -25,13 +25,14 @@ Read the modules in this order:
    - `rest`, `last_member`, `end_of_run`: a rest of this peer, the last peer to leave, the last state
 3. The network
    - `network`: the swarm as the node uses it
-   - `peer_table`, `introducer`: the peers that are there, and how they find each other
+   - `peer_table`, `introducer`: the peers that can be reached, and how they find each other
    - `outbox`, `message_relay`: messages out, and for members that cannot reach each other
    - `compact_records`: large records as names of headers
 4. Blobs
    - `round_blob_fetcher`, `provider_order`, `blob_retention`: fetched, from whom, checked, and removed
    - `shard_reducer`, `slice_relay`: a committee member's work in a reduced round
-5. The trainer
+5. The work of the devices
+   - `device_work`: training and checks, which begin, rest and end together
    - `trainer_files`, `trainer_supervisor`: its files and its process; `base_model`: the frozen base
    - `state_fetcher`: the files of a state, for the trainer's moves and for audits
    - `state_loader`, `trainer_client`: its moves along the chain, and its requests and answers

@@ -7,8 +7,8 @@ import logging
 from dataclasses import dataclass, field
 
 from peer.errors import PeerError
-from peer.node.audit_runner import AuditRunner
 from peer.node.chain_store import ChainStore
+from peer.node.device_work import DeviceWork
 from peer.node.directive_handler import DirectiveHandler
 from peer.node.end_of_run import EndOfRun
 from peer.node.events import EventQueue, NodeEvents, RunOver
@@ -19,7 +19,7 @@ from peer.node.round_blob_fetcher import RoundBlobFetcher
 from peer.node.shard_reducer import ShardReducer
 from peer.node.status_reporter import store_goodbye
 from peer.node.tasks import Tasks
-from peer.node.trainer_client import LEVELS, TrainerClient
+from peer.node.trainer_client import LEVELS
 from peer.node.trainer_files import store_epoch
 from peer.store import Store
 from protocol.ids import Digest, PeerKey
@@ -33,8 +33,7 @@ log = logging.getLogger(__name__)
 class ActionHandler:
     """The `RoundEffects` of a node.
 
-    `trainer` is None for a node without one, whose machine asks for no update and no state. `auditor` is None where the
-    machine has no reporter.
+    The machine of a node without a trainer asks for no update and no state, and one without a reporter for no audit.
     """
 
     store: Store
@@ -44,8 +43,7 @@ class ActionHandler:
     updates: RoundBlobFetcher
     reducer: ShardReducer
     directives: DirectiveHandler
-    trainer: TrainerClient | None
-    auditor: AuditRunner | None
+    work: DeviceWork
     end_of_run: EndOfRun
     queue: EventQueue
     tasks: Tasks
@@ -53,7 +51,7 @@ class ActionHandler:
     _completed: bool = field(default=False, init=False)
 
     async def carry_out(self, action: actions.Action) -> None:  # noqa: C901 (a flat choice)
-        trainer = self.trainer
+        trainer, auditor = self.work.trainer, self.work.auditor
         match action:
             case actions.StoreCertificate(certificate):
                 await asyncio.to_thread(self.certificates.store, certificate)
@@ -90,13 +88,11 @@ class ActionHandler:
             case actions.KeepState() if trainer is not None:
                 trainer.keep_state(action)
             case actions.ReleaseTrainer() if trainer is not None:
-                trainer.release(*([] if self.auditor is None else [self.auditor.release()]))
+                self.work.release()
             case actions.AcquireTrainer() if trainer is not None:
-                if self.auditor is not None:
-                    self.auditor.resume()
-                trainer.acquire()
-            case actions.AuditUpdate() if self.auditor is not None:
-                self.auditor.audit(action)
+                self.work.acquire()
+            case actions.AuditUpdate() if auditor is not None:
+                auditor.audit(action)
             case actions.Notice():
                 log.log(LEVELS[action.level], "%s", action.text, extra={"kind": action.kind})
             case actions.RunCompleted():
@@ -114,11 +110,12 @@ class ActionHandler:
 
     def _complete_run(self, reason: str) -> None:
         """Stop the trainer. The node goes on serving those that do not have the last state yet."""
-        if self.trainer is None:
+        trainer = self.work.trainer
+        if trainer is None:
             log.info("%s", reason)
         elif not self._completed:
             self._completed = True
             self.end_of_run.complete()
             self.bus.post(RunOver(reason))
             log.warning("%s: staying until the others and the coordinator have its last state", reason)
-            self.tasks.spawn(self.trainer.stop(), "end of training")
+            self.tasks.spawn(trainer.stop(), "end of training")

@@ -10,6 +10,7 @@ from random import SystemRandom
 from peer.auditor.job import MAX_SCREENED, SCREENED_BACK, AuditJob, ClaimedUpdate, Rebase, ScreenJob, StateFiles
 from peer.errors import AuditError, UncheckableUpdate
 from peer.node.audit_disk import AuditDisk
+from peer.node.blob_retention import BlobRetention
 from peer.node.network import Network
 from peer.node.options import NodeOptions
 from peer.node.round_blob_fetcher import RoundBlobFetcher
@@ -30,7 +31,7 @@ from protocol.spec import RunSpec
 class AuditJobs:
     """Makes jobs, one at a time. `begin` comes first, unless a trainer has begun.
 
-    `disk` bounds what is fetched; None: by the store's limit alone.
+    `retention` keeps what the present one reads. `disk` bounds what is fetched; None: by the store's limit alone.
     """
 
     spec: RunSpec
@@ -39,11 +40,11 @@ class AuditJobs:
     chain: Chain
     updates: RoundBlobFetcher
     files: StateFetcher
+    retention: BlobRetention
     disk: AuditDisk | None = None
 
     def __post_init__(self) -> None:
         self._policy = RoundPolicy.of(self.spec)
-        self._in_use: frozenset[Digest] = frozenset()
         self._chooser = SystemRandom()
 
     async def begin(self, network: Network) -> None:
@@ -51,14 +52,9 @@ class AuditJobs:
         write_spec(self.spec, self.options.folder)
         await fetch_training_files(self.spec, self.store, network, private_data=self.options.private_data)
 
-    @property
-    def in_use(self) -> frozenset[Digest]:
-        """The blobs that the present job reads."""
-        return self._in_use
-
     def release(self) -> None:
         """Note that the present job is over."""
-        self._in_use = frozenset()
+        self.retention.protect_check(frozenset())
 
     def screen(self, certificate: Certificate, update: Digest) -> ScreenJob:
         """Return the job of a screen, of what the store has. Raises UncheckableUpdate when that is too little.
@@ -70,7 +66,7 @@ class AuditJobs:
         if len(record) < SCREENED_UPDATES or not self.store.has(audited.body.blob):
             raise UncheckableUpdate("the store does not have enough updates of its round to compare it with")
         earlier = [self._held(path[-1 - back], MAX_SCREENED) for back in SCREENED_BACK if back < len(path)]
-        self._in_use = frozenset(u.body.blob for updates in [record, *earlier] for u in updates)
+        self.retention.protect_check(frozenset(u.body.blob for updates in [record, *earlier] for u in updates))
         paths = [tuple(self.store.path(u.body.blob) for u in updates) for updates in [record, *earlier] if updates]
         return ScreenJob(spec_file(self.options.folder), paths[0], tuple(paths[1:]), self.options.threads)
 
@@ -107,7 +103,7 @@ class AuditJobs:
         before = path[at].record.body
 
         async def make_room(start: StateStart) -> None:
-            self._in_use = _blobs_of(path[start.index :]) | {start.state}
+            self.retention.protect_check(_blobs_of(path[start.index :]) | {start.state})
             if self.disk is not None:
                 missing = self.files.missing(start, path[: at + has_rebase])
                 if not self.store.has(header.blob):

@@ -36,6 +36,7 @@ class BlobRetention:
         self._states: deque[Digest] = deque(maxlen=self.spec.checkpoint.keep + 1)
         self._new_updates: deque[Digest] = deque(maxlen=NEW_UPDATES)
         self._protected: frozenset[Digest] = frozenset()
+        self._checked: frozenset[Digest] = frozenset()
 
     def protect_update(self, digest: Digest) -> None:
         """Protect an update that this node has just made: the machine may not have processed it yet."""
@@ -50,12 +51,17 @@ class BlobRetention:
         """Protect these blobs, in place of those of the call before: an observer's user keeps them for others."""
         self._protected = blobs
 
+    def protect_check(self, blobs: frozenset[Digest]) -> None:
+        """Protect the blobs that the present check reads, in place of those of the check before."""
+        self._checked = blobs
+
     async def prune(self, among: Collection[Digest] | None = None) -> list[Digest]:
         """Remove the blobs that nobody needs, partial ones included, and return them. `among`: of these alone.
 
         They are selected at once; blobs that arrive later stay. Raises StoreError.
         """
-        kept = {*assets(self.spec), *self._states, *self._new_updates, *self._protected, *self.retained()}
+        protected = {*self._states, *self._new_updates, *self._protected, *self._checked}
+        kept = {*assets(self.spec), *protected, *self.retained()}
         gone = self.store.unreferenced(kept)
         if among is not None:
             gone = [digest for digest in gone if digest in among]

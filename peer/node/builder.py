@@ -14,7 +14,8 @@ from peer.node.audit_jobs import AuditJobs
 from peer.node.audit_runner import AuditRunner
 from peer.node.blob_retention import BlobRetention, assets
 from peer.node.chain_store import ChainStore
-from peer.node.directive_handler import DirectiveHandler, is_banned
+from peer.node.device_work import DeviceWork
+from peer.node.directive_handler import DirectiveHandler
 from peer.node.driver import RoundDriver
 from peer.node.end_of_run import EndOfRun
 from peer.node.enrollment import Enrollment
@@ -93,21 +94,18 @@ def build_node(
         assets=assets(spec),
         reporter=report_signer,
     )
-    banned = partial(is_banned, chain)
-    network = Network(membership, tasks, options.listen, options.announce, banned, start_swarm, paces=paces or Paces())
+    paces = paces or Paces()
+    network = Network(membership, tasks, options.listen, options.announce, chain.is_banned, start_swarm, paces=paces)
     packets = PacketDecoder(membership.decoder, membership.locator)
 
     updates = RoundBlobFetcher(store, network, codec, spec.round.exchange_seconds, queue.post, tasks)
     reducer = ShardReducer(store, network, updates, reduction, codec.size, spec.outer, queue.post, tasks)
     slice_relay = SliceRelay(me, store, network, reduction, codec.size, spec.round, machine, tasks)
     files = StateFetcher(spec, me, store, network, updates, reducer)
-    retention = BlobRetention(
-        spec, store, updates,
-        lambda: {*machine.retained_blobs(), *reducer.retained_blobs(), *jobs.in_use},
-    )  # fmt: skip
+    retention = BlobRetention(spec, store, updates, lambda: {*machine.retained_blobs(), *reducer.retained_blobs()})
     # An observer makes checks only for a user who waits for them: the store's limit alone bounds their files.
     disk = None if options.observer else AuditDisk(spec, store, chain, files, retention.prune, options.trains)
-    jobs = AuditJobs(spec, options, store, chain, updates, files, disk)
+    jobs = AuditJobs(spec, options, store, chain, updates, files, retention, disk)
     auditor = None
     if makes_audits:
         auditor = AuditRunner(spec, me, chain, jobs, queue.post, None if options.trains else retention)
@@ -119,10 +117,11 @@ def build_node(
             spec, me, options, store, chain, updates, retention, loader, tasks, queue.post, rest, network.paces.down,
             supervise,
         )  # fmt: skip
+    work = DeviceWork(trainer, auditor, jobs, rest, tasks, queue.post)
     directives = DirectiveHandler(me, spec.data.window_tokens, trainer, (updates, network.peers))
     end = EndOfRun(membership, machine)
     handler = ActionHandler(
-        store, network, packets, certificates, updates, reducer, directives, trainer, auditor, end, queue, tasks, bus
+        store, network, packets, certificates, updates, reducer, directives, work, end, queue, tasks, bus
     )  # fmt: skip
     status = partial(
         local_status, membership, network, trainer, end, goodbye=last_goodbye(store), is_peer=not options.observer,
@@ -131,10 +130,5 @@ def build_node(
     driver = RoundDriver(machine, handler, queue, bus, timings, status=status)
     requests = RequestServer(membership, packets, network, machine, certificates, slice_relay, queue, bus)
     folder = options.folder
-    status_reporter = StatusReporter(
-        membership, folder, network, machine, directives, timings, trainer, auditor, rest, bus
-    )
-    return Node(
-        membership, network, certificates, retention, trainer, jobs, auditor, driver, requests, status_reporter, end,
-        rest, bus, tasks,
-    )  # fmt: skip
+    status_reporter = StatusReporter(membership, folder, network, machine, directives, timings, work, bus)
+    return Node(membership, network, retention, work, driver, requests, status_reporter, end, bus, tasks)

@@ -104,17 +104,6 @@ class ChainStore:
         """Write the newest directive; it is on disk on return. Raises StoreError."""
         self._store.write_value(DIRECTIVE, directive.encoded)
 
-    def after(self, record: Digest, limit: int) -> tuple[Certificate, ...] | None:
-        """Return at most `limit` certificates after a record on the main branch, oldest first.
-
-        Return None when the record is not on it.
-        """
-        chain = self.chain
-        if record not in chain or chain.main_chain_at(chain.height(record)) != record:
-            return None
-        stop = chain.main_chain_at(min(chain.height(chain.head), chain.height(record) + limit))
-        return chain.path(record, chain.head if stop is None else stop)
-
     def answer(self, request: wire.ChainRequest) -> wire.ChainReply:
         """Return the certificates that the requester is missing, as far as memory goes.
 

@@ -92,7 +92,7 @@ class HeaderTransport(Protocol):
 
     async def request_headers(self, sender: PeerKey, names: wire.Packet) -> wire.Packet: ...
     async def receive(self, sender: PeerKey, packet: wire.Packet) -> None: ...
-    def is_member(self, key: PeerKey) -> bool: ...
+    def is_admitted(self, key: PeerKey) -> bool: ...
     def charge(self, sender: PeerKey, size: int) -> None: ...
 
 
@@ -144,7 +144,7 @@ class CompactRecords:
         if not any(map(is_compact_record, packet.messages)):
             return packet
         messages: list[bytes] = []
-        left = IN_PACKET if self._transport.is_member(sender) else 0
+        left = IN_PACKET if self._transport.is_admitted(sender) else 0
         for encoded in packet.messages:
             if not is_compact_record(encoded):
                 messages.append(encoded)

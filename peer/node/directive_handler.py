@@ -9,7 +9,6 @@ from typing import Protocol
 
 from peer.channel import Orders
 from peer.node.trainer_client import TrainerClient
-from protocol.chain import Chain
 from protocol.ids import PeerKey
 from protocol.messages import Directive
 from protocol.rounds.actions import DirectivesChanged
@@ -64,11 +63,6 @@ class DirectiveHandler:
             return said
         barred = f"convicted by an audit, barred until round {present.barred_until} (the log and the run page say why)"
         return f"{said}; {barred}" if said else barred
-
-
-def is_banned(chain: Chain, key: PeerKey) -> bool:
-    """Return whether the newest directive on the chain bans a peer."""
-    return chain.newest_directive is not None and key in chain.newest_directive.body.banned
 
 
 def describe(directive: Directive, me: PeerKey) -> str:

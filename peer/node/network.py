@@ -235,13 +235,13 @@ class Network:
             holders, self.peers.entries(), entry_peers, self._outbox.failures, self.chance, state=state
         )
 
-    def is_member(self, key: PeerKey) -> bool:
-        """Return whether a peer is known and was admitted."""
-        return self.peers.is_member(key)
+    def is_admitted(self, key: PeerKey) -> bool:
+        """Return whether a peer was heard from, with an admission: see `PeerTable`."""
+        return self.peers.is_admitted(key)
 
     def is_known(self, key: PeerKey) -> bool:
-        """Return whether a peer is a member, the coordinator's observer, or one that we entered by."""
-        return self.peers.is_member(key) or key in self._entry_peers or key in self._coordinator_observers()
+        """Return whether a peer is admitted, the coordinator's observer, or one that we entered by."""
+        return self.peers.is_admitted(key) or key in self._entry_peers or key in self._coordinator_observers()
 
     def is_alone_with_coordinator(self) -> bool:
         """Return whether the coordinator's observer is here, and no member that holds updates was heard from lately.
@@ -249,7 +249,7 @@ class Network:
         An auditor's node and a newcomer's hold none: they state no state.
         """
         entries, since = self.peers.entries(), self.clock() - self.membership.spec.round.member_seconds
-        others = any(e.is_member and e.heartbeat.body.state and e.last_direct >= since for e in entries.values())
+        others = any(e.is_admitted and e.heartbeat.body.state and e.last_direct >= since for e in entries.values())
         return not others and not self._coordinator_observers().isdisjoint(entries)
 
     def _coordinator_observers(self) -> frozenset[PeerKey]:
@@ -408,7 +408,7 @@ class Network:
         """Store the addresses of members for the next start."""
         addresses = self.peers.addresses()
         # Only addresses that name a member, or peers could have us dial anybody, and give the address to others.
-        of_members = [a for k, each in _by_peer(addresses).items() if self.peers.is_member(k) for a in each]
+        of_members = [a for k, each in _by_peer(addresses).items() if self.peers.is_admitted(k) for a in each]
         if of_members:
             try:
                 await asyncio.to_thread(self.membership.learn, of_members, own=self.addresses)

@@ -9,11 +9,9 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from peer.node.audit_jobs import AuditJobs
-from peer.node.audit_runner import AuditRunner
 from peer.node.blob_retention import BlobRetention
-from peer.node.chain_store import ChainStore
 from peer.node.coordinator_discovery import ask_members, pass_on
+from peer.node.device_work import DeviceWork
 from peer.node.driver import RoundDriver
 from peer.node.end_of_run import EndOfRun
 from peer.node.enrollment import Enrollment
@@ -21,11 +19,9 @@ from peer.node.events import NodeEvents, RunOver
 from peer.node.last_member import serve_coordinator
 from peer.node.network import Network
 from peer.node.request_server import RequestServer
-from peer.node.rest import RestWish
 from peer.node.snapshot import Snapshot
 from peer.node.status_reporter import StatusReporter
 from peer.node.tasks import Tasks, cancel_and_wait
-from peer.node.trainer_client import TrainerClient
 from peer.store import Store
 from protocol.chain import Chain
 from protocol.ids import Digest
@@ -41,23 +37,16 @@ HARD_STOP_SECONDS = MAX_LEAVE_SECONDS + 4.0
 
 @dataclass(eq=False)
 class Node:
-    """One member of one run. `run` returns when the run is over, or after `leave`.
-
-    An observer has no trainer, nor has a peer that audits without training.
-    """
+    """One member of one run, or an observer of it. `run` returns when the run is over, or after `leave`."""
 
     membership: Enrollment
     network: Network
-    certificates: ChainStore
     retention: BlobRetention
-    trainer: TrainerClient | None
-    audit_jobs: AuditJobs
-    auditor: AuditRunner | None
+    work: DeviceWork
     driver: RoundDriver
     requests: RequestServer
     reporter: StatusReporter
     end_of_run: EndOfRun
-    rest: RestWish
     bus: NodeEvents
     tasks: Tasks
     must_restart: bool = field(default=False, init=False)
@@ -121,22 +110,15 @@ class Node:
         self._finished.set()
 
     async def _start_and_drive(self) -> None:
-        m, tasks, network = self.membership, self.tasks, self.network
+        m, tasks, network, work = self.membership, self.tasks, self.network, self.work
         await network.start(self.requests.handlers())
         tasks.spawn(self.reporter.keep_writing(), "status file")
-        if self.trainer is not None or self.auditor is not None:
+        if not work.is_observing:
             introduction = tasks.spawn(self._introduce(), "introduction")
-            if self.trainer is not None:
-                await self.trainer.begin(network)
-            else:
-                await self.audit_jobs.begin(network)
+            await work.begin(network)
             await cancel_and_wait([introduction])
-            if self.auditor is not None:
-                tasks.spawn(self.auditor.run(), "audits")
-                if self.trainer is None:
-                    tasks.spawn(self.auditor.follow(self.rest), "rest")
             tasks.spawn(m.keep_valid(self.ask_for_coordinator), "admission")
-        if self.trainer is not None and m.client is not None:
+        if work.trainer is not None and m.client is not None:
             tasks.spawn(self.end_of_run.run(self.ask_for_coordinator, self._leave_because), "end of the run")
         tasks.spawn(network.discover(), "discovery")
         tasks.spawn(network.keep_running(), "swarm")
@@ -144,30 +126,12 @@ class Node:
         finished = await self.driver.start(alone=not m.addresses)
         if finished is None:
             self._started.set()
-            if self.trainer is not None:
-                tasks.spawn(self._follow_rest(self.trainer), "rest")
+            work.follow_rest()
             finished = await self.driver.run()
         self.must_restart = finished.again
         if not self._leaving:
             log.warning("%s", finished.reason)
         self._finish(finished.reason)
-
-    async def _follow_rest(self, trainer: TrainerClient) -> None:
-        """Rest while there is a reason to, and train otherwise, until cancelled."""
-        rests = False
-        trainer.hold(bool(self.rest.reason))  # the reason may have come or gone since the trainer began
-        while True:
-            reason = self.rest.reason
-            if reason and not rests:
-                log.info("resting: %s", reason)
-                trainer.hold(True)
-                self.driver.post(events.Rest())
-            elif not reason and rests:
-                log.info("training again")
-                trainer.hold(False)
-                self.driver.post(events.Resume())
-            rests = bool(reason)
-            await self.rest.wait_for_news()
 
     async def _introduce(self) -> None:
         """Send heartbeats while the run's data come, so that members serve us as one of theirs. Until cancelled."""
@@ -182,11 +146,9 @@ class Node:
             last_first.callback(self.reporter.write)
             last_first.push_async_callback(self.network.stop)
             last_first.push_async_callback(self.tasks.cancel)
-            if self.trainer is not None:
-                saved = await self.trainer.stop()
-                log.info("the trainer has saved its state" if saved else "the trainer left without saving")
-                if self._leaving and self.chain.head != self.chain.root:
-                    await serve_coordinator(self.network, self.chain.certificate(self.chain.head))
+            await self.work.stop()
+            if self.work.trainer is not None and self._leaving and self.chain.head != self.chain.root:
+                await serve_coordinator(self.network, self.chain.certificate(self.chain.head))
 
     # -- for the rest of the process -------------------------------------------------------------------------
 
@@ -213,7 +175,7 @@ class Node:
     @property
     def chain(self) -> Chain:
         """The tree of records: to be read only."""
-        return self.certificates.chain
+        return self.machine.chain
 
     @property
     def store(self) -> Store:

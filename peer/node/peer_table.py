@@ -1,8 +1,8 @@
-"""The peers in the swarm and their addresses: the newest heartbeat of every member and observer. Pure and bounded.
+"""The peers that can be reached, by the newest heartbeat of every member and observer. Pure and bounded.
 
 This table is for reaching peers. The round machine decides which members take part in rounds
 (`protocol.rounds.members`), and forgets a silent one after `member_seconds`. This table keeps it for longer, because it
-may still hold blobs or be reachable again.
+may still hold blobs or be reachable again. The chain says who is banned.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class PeerEntry:
     """True once the peer itself has sent us a heartbeat: there was a connection with it."""
 
     @property
-    def is_member(self) -> bool:
-        """True for a peer that was admitted."""
+    def is_admitted(self) -> bool:
+        """True for a peer whose heartbeats carry the owner's admission."""
         return bool(self.heartbeat.body.admission)
 
 
@@ -91,7 +91,7 @@ class PeerTable:
             known.heartbeat, known.last_news = heartbeat, now
             return News.UPDATE
         admitted = bool(body.admission)
-        same_kind = sum(e.is_member == admitted for e in self._entries.values())
+        same_kind = sum(e.is_admitted == admitted for e in self._entries.values())
         if not reserved and same_kind >= (self.limit if admitted else self._nonmembers):
             return News.NONE
         self._entries[key] = PeerEntry(heartbeat, now, now, direct)
@@ -106,7 +106,7 @@ class PeerTable:
         """
         self._lost.pop(key, None)
         known = self._entries.get(key)
-        if known is None or not known.is_member or sequence < known.heartbeat.body.sequence:
+        if known is None or not known.is_admitted or sequence < known.heartbeat.body.sequence:
             return
         del self._entries[key]
         self._gone[key] = sequence
@@ -130,15 +130,15 @@ class PeerTable:
 
     def unreachable(self, now: float, seconds: float) -> list[PeerKey]:
         """Return the members that are present, and have themselves sent us nothing for these seconds."""
-        members = {k: e for k, e in self._entries.items() if e.is_member}
+        members = {k: e for k, e in self._entries.items() if e.is_admitted}
         return [k for k, e in members.items() if now - e.last_direct > seconds and now - e.last_news <= self._forget]
 
     def keys(self) -> list[PeerKey]:
         return list(self._entries)
 
-    def is_member(self, key: PeerKey) -> bool:
-        """Return whether this peer is in the table and was admitted."""
-        return key in self._entries and self._entries[key].is_member
+    def is_admitted(self, key: PeerKey) -> bool:
+        """Return whether this peer is in the table, with an admission. The round machine may not count on it."""
+        return key in self._entries and self._entries[key].is_admitted
 
     def entries(self) -> dict[PeerKey, PeerEntry]:
         return dict(self._entries)
@@ -149,5 +149,5 @@ class PeerTable:
 
     def addresses(self) -> list[str]:
         """Return the multiaddresses of members, not of strangers: those with the latest news first."""
-        newest = sorted((e for e in self._entries.values() if e.is_member), key=lambda e: -e.last_news)
+        newest = sorted((e for e in self._entries.values() if e.is_admitted), key=lambda e: -e.last_news)
         return list(dict.fromkeys(a for e in newest for a in e.heartbeat.body.addresses))

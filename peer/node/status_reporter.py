@@ -8,14 +8,13 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from peer.node.audit_runner import AuditRunner
+from peer.node.device_work import DeviceWork
 from peer.node.directive_handler import DirectiveHandler
 from peer.node.end_of_run import EndOfRun
 from peer.node.enrollment import Enrollment
 from peer.node.events import NodeEvents, RunOver
 from peer.node.network import Network
 from peer.node.rate_meter import RateMeter
-from peer.node.rest import RestWish
 from peer.node.round_timings import RoundTimings
 from peer.node.snapshot import Snapshot, write_snapshot
 from peer.node.trainer_client import NO_PROGRESS, TrainerClient
@@ -86,9 +85,7 @@ class StatusReporter:
     machine: RoundMachine
     directives: DirectiveHandler
     timings: RoundTimings
-    trainer: TrainerClient | None
-    auditor: AuditRunner | None
-    rest: RestWish
+    work: DeviceWork
     bus: NodeEvents
 
     def __post_init__(self) -> None:
@@ -105,7 +102,8 @@ class StatusReporter:
     def snapshot(self) -> Snapshot:
         now = time.monotonic()
         view = self.machine.summary(now)
-        spec, t, network = self.membership.spec, self.trainer, self.network
+        spec, network, work = self.membership.spec, self.network, self.work
+        t, auditor = work.trainer, work.auditor
         progress = NO_PROGRESS if t is None else t.progress
         window = spec.data.window_tokens
         same = [m.heartbeat.windows for m in view.members if m.heartbeat.head == view.head]
@@ -143,9 +141,9 @@ class StatusReporter:
             is_waiting=progress.waiting,
             next_window=progress.next_window,
             orders=self.directives.description,
-            rest=self.rest.reason,
-            devices_free=self.rest.is_free,
-            audits=asdict(self.auditor.counts) | {"waiting": self.auditor.waiting} if self.auditor else {},
+            rest=work.rest.reason,
+            devices_free=work.rest.is_free,
+            audits=asdict(auditor.counts) | {"waiting": auditor.waiting} if auditor else {},
             swarm_tokens_per_second=sum(m.heartbeat.tokens_per_second for m in view.members)
             + progress.tokens_per_second,
             round_seconds_left=view.seconds_left,

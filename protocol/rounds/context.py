@@ -11,7 +11,7 @@ from collections.abc import Callable
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey, RunId
 from protocol.message_codec import Signer
-from protocol.messages import Directive, Signed
+from protocol.messages import Directive
 from protocol.rounds.actions import Action, Notice
 from protocol.rounds.blobs import BlobTracker
 from protocol.rounds.deadlines import Deadlines
@@ -73,11 +73,9 @@ class Context:
         self.deadlines = Deadlines(now)
         self.actions: list[Action] = []
         self._neutral = Directive(run, 0)
-        self._banned: frozenset[PeerKey] = frozenset()
         self._reported: set[tuple[PeerKey, str]] = set()
         """The reports about peers, by peer and kind, while the head of the chain has the height `_reported_at`."""
         self._reported_at = -1
-        self._banned_by: Signed[Directive] | None = None
 
     @property
     def now(self) -> float:
@@ -113,16 +111,9 @@ class Context:
         newest = self.chain.newest_directive
         return self._neutral if newest is None else newest.body
 
-    def is_banned(self, key: PeerKey) -> bool:
-        """Return whether the newest directive bans a peer. Records before that may still list its updates."""
-        newest = self.chain.newest_directive
-        if newest is not self._banned_by:
-            self._banned_by, self._banned = newest, frozenset(() if newest is None else newest.body.banned)
-        return key in self._banned
-
     def is_excluded(self, key: PeerKey) -> bool:
         """Return whether a peer takes no part: it is banned, or barred after a conviction on the head's branch."""
-        return self.is_banned(key) or self.chain.is_barred(key, self.chain.head)
+        return self.chain.is_banned(key) or self.chain.is_barred(key, self.chain.head)
 
     def _chain_rank(self, key: PeerKey) -> int:
         """Return 2 for a peer with stake at the head, 1 for one with accepted work only, else 0: see `Members`."""

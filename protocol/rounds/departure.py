@@ -117,7 +117,7 @@ class Departure:
         At the end of the run a peer that is still on the way to the last state goes on: nobody else may have it.
         """
         context, directive = self._context, self._context.directive
-        banned = context.is_banned(context.me)
+        banned = context.chain.is_banned(context.me)
         if (
             self.is_over
             or not (directive.run_status == "ended" or banned)

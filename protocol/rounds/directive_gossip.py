@@ -43,7 +43,7 @@ class DirectiveGossip:
     def dismiss_banned(self, directive: Directive) -> None:
         """Remove the banned from the members."""
         context = self._context
-        for key in [m.key for m in context.members if context.is_banned(m.key)]:
+        for key in [m.key for m in context.members if context.chain.is_banned(m.key)]:
             context.members.dismiss(key)
             context.notify("info", "banned", f"the run's owner has banned {key.short}{because(directive)}", key)
 

@@ -240,7 +240,7 @@ class RoundMachine:
         has applied.
         """
         context, round_ = self._context, self._consensus.round
-        if context.is_banned(requester):
+        if context.chain.is_banned(requester):
             return "the run's owner has banned you"
         if not context.is_peer:
             return None  # an observer that does not audit holds blobs of decided rounds only

@@ -1,4 +1,7 @@
-"""The members by their last heartbeat, within a bound, and the reputation that decides whom rounds wait for."""
+"""The members by their last heartbeat, within a bound, and the reputation that decides whom rounds wait for.
+
+This table decides who takes part in rounds. Another one is for reaching peers (`peer.node.peer_table`).
+"""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Owner:
 
     def miss_proofs(self) -> None:
         """Have the updates not come of the rounds whose records name an archived state, but the first such state."""
-        files = self.node.audit_jobs.files
+        files = self.node.work.jobs.files
         fetch = files.round_files
 
         async def round_files(certificate: Certificate) -> RoundUpdates:

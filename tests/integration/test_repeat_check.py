@@ -55,7 +55,7 @@ async def repeat(world: NodeWorld, checks: Sequence[tuple[int, str, AuditCheck]]
             await asyncio.to_thread(take_held, node, audited, check, world.folder / "ada" / "store")
             assert store.has(audited.update.body.blob)
         found.append(await asyncio.wait_for(make_check(node, audited, check, AuditProcess()), 2 * LIMIT))
-    assert not node.network.is_member(world.key("stranger"))
+    assert not node.network.is_admitted(world.key("stranger"))
     return found
 
 

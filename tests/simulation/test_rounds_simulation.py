@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from protocol.chain import Chain
 from protocol.directives import ActiveDirectives
 from protocol.ids import Digest, PeerKey, Round, sha256
 from protocol.merkle import CHUNK
 from protocol.messages import Certificate, Directive, Heartbeat, Vote
 from protocol.reduce_plan import GATHER
 from protocol.rounds import header_repair, machine, members
-from protocol.rounds.context import Context
 from protocol.rounds.events import ChainReceived, ChainUnanswered, Leave, SyncFailed
 from protocol.rounds.phase import TRANSITIONS, Phase, check_transition
 from tests.simulation.checkers import (
@@ -192,7 +192,7 @@ def test_a_peer_that_follows_no_rollback_is_caught():
 def test_updates_of_banned_peers_are_caught(monkeypatch):
     after = ActiveDirectives.after
     monkeypatch.setattr(ActiveDirectives, "after", lambda s, record: replace(after(s, record), banned=frozenset()))
-    monkeypatch.setattr(Context, "is_banned", lambda self, key: False)
+    monkeypatch.setattr(Chain, "is_banned", lambda self, key: False)
     world = calm_world(Node, 3)
     world.owner.say(banned=(world.nodes[2].key,))
     world.clock.run_until(70.0)

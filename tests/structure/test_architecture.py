@@ -254,6 +254,39 @@ class Part:
     assert sorted(foreign_writes(ast.parse(text))) == sorted(writes)
 
 
+def test_a_node_has_at_most_ten_parts():
+    (node,) = (
+        n for n in read(ROOT / "peer/node/node.py").tree.body if isinstance(n, ast.ClassDef) and n.name == "Node"
+    )
+    parts = [n for n in node.body if isinstance(n, ast.AnnAssign) and "init=False" not in ast.unparse(n)]
+    assert 5 < len(parts) <= 10 and not [f for f in node.body if getattr(f, "name", "") == "__init__"]
+
+
+def used_before_made(function: ast.FunctionDef) -> set[str]:
+    """Return the names that a function reads, also in a lambda, on a line before it assigns them."""
+    made: dict[str, int] = {}
+    names = [n for n in ast.walk(function) if isinstance(n, ast.Name)]
+    for name in names:
+        if isinstance(name.ctx, ast.Store):
+            made[name.id] = min(name.lineno, made.get(name.id, name.lineno))
+    arguments = {a.arg for a in ast.walk(function.args) if isinstance(a, ast.arg)}
+    return {n.id for n in names if isinstance(n.ctx, ast.Load) and n.lineno < made.get(n.id, 0)} - arguments
+
+
+def test_a_node_is_built_bottom_up():
+    """Nothing is given a part that is made after it, and nothing is assigned to a part that is made."""
+    tree = read(ROOT / "peer/node/builder.py").tree
+    (build,) = (n for n in tree.body if isinstance(n, ast.FunctionDef))
+    assert used_before_made(build) == set()
+    assert not [n for n in ast.walk(build) if isinstance(n, ast.Attribute) and not isinstance(n.ctx, ast.Load)]
+
+
+def test_every_use_of_a_part_that_is_made_later_is_seen_and_no_other():
+    text = "def f(given):\n given = given or 1\n a = g(lambda: b + given)\n b = a + c\n return a, b"
+    (function,) = ast.parse(text).body
+    assert isinstance(function, ast.FunctionDef) and used_before_made(function) == {"b"}
+
+
 def test_the_codec_and_the_outer_step_know_no_network():
     wrong = [
         (s.path, m)

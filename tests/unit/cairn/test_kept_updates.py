@@ -44,7 +44,7 @@ class Kept(Observed):
         self.free = 10**12
         node = cast(Any, self.node)
         node.membership = SimpleNamespace(spec=SPEC)
-        node.audit_jobs = SimpleNamespace(files=self)
+        node.work = SimpleNamespace(jobs=SimpleNamespace(files=self))
         node.retention = SimpleNamespace(protect_blobs=self._protect, prune=self._prune)
         node.network.peers = SimpleNamespace(entries=self._entries)
         node.store = self

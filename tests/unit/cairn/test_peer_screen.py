@@ -160,7 +160,7 @@ class RunningNode:
     def __init__(self) -> None:
         self._over = asyncio.Event()
         self.left = 0
-        self.trainer = object()
+        self.work = SimpleNamespace(trainer=object())
         self.membership = SimpleNamespace(client=None, identity=SimpleNamespace(key=KEY))
         self.reporter, self.store = SimpleNamespace(latest=VIEW.node), Values()
         self.end_of_run = SimpleNamespace(info=None, is_awaited=False)

@@ -85,9 +85,11 @@ class World:
             membership=SimpleNamespace(spec=self.spec, decoder=self.decoder),
             network=SimpleNamespace(peers=SimpleNamespace(entries=lambda: entries)),
             store=self.store or SimpleNamespace(has=self.held.__contains__),
-            audit_jobs=SimpleNamespace(
-                begin=self._begin, job=self._job, release=lambda: None,
-                files=SimpleNamespace(allow_for=lambda speed: None),
+            work=SimpleNamespace(
+                jobs=SimpleNamespace(
+                    begin=self._begin, job=self._job, release=lambda: None,
+                    files=SimpleNamespace(allow_for=lambda speed: None),
+                )
             ),
         )  # fmt: skip
 

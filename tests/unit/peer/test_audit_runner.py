@@ -80,6 +80,8 @@ class World:
         self.given: set[Digest] = set()
         """Checkpoints that somebody gives."""
         self.fetched: list[Digest] = []
+        self.in_use = frozenset[Digest]()
+        """The blobs that the present check reads."""
         self.free_bytes = 10**9
         self.codec = SimpleNamespace(size=UPDATE)
         self.process = Process()
@@ -89,7 +91,7 @@ class World:
         me, this = peer(1).key, cast(Any, self)
         files = StateFetcher(self.spec, me, this, this, this, this)
         disk = AuditDisk(self.spec, this, self.chain, files, self.drop)
-        jobs = AuditJobs(self.spec, NodeOptions(folder, **options), this, self.chain, this, files, disk)
+        jobs = AuditJobs(self.spec, NodeOptions(folder, **options), this, self.chain, this, files, this, disk)
         self.auditor = AuditRunner(
             self.spec, me, self.chain, jobs, cast(Any, self.post), process=cast(Any, self.process)
         )
@@ -128,9 +130,12 @@ class World:
         self.free_bytes -= size
 
     async def drop(self, blobs) -> None:
-        gone = (set(blobs) & self.held) - self.auditor.jobs.in_use
+        gone = (set(blobs) & self.held) - self.in_use
         self.held -= gone
         self.free_bytes += self.codec.size * len(gone)
+
+    def protect_check(self, blobs: frozenset[Digest]) -> None:
+        self.in_use = blobs
 
     def in_progress(self, digest: Digest) -> None:
         return None
@@ -435,16 +440,16 @@ async def test_the_queue_is_bounded_and_has_each_check_once(tmp_path, monkeypatc
 
 async def test_the_blobs_of_the_present_check_stay_on_the_disk(tmp_path):
     async with world(tmp_path, 4) as w:
-        assert not w.auditor.jobs.in_use
+        assert not w.in_use
         w.process.gate.clear()
         w.ask(3)
         await until(lambda: w.process.asked, "it is being made")
-        kept = w.auditor.jobs.in_use
+        kept = w.in_use
         assert {u.body.blob for c in w.made.certificates for u in c.record.body.updates} <= kept
         assert w.spec.genesis.name in kept
         w.process.gate.set()
         await w.done(1)
-        await until(lambda: not w.auditor.jobs.in_use, "they may go")
+        await until(lambda: not w.in_use, "they may go")
 
 
 async def test_the_process_ends_when_nothing_waits(tmp_path):
@@ -484,7 +489,7 @@ async def test_without_a_trainer_the_store_is_pruned_after_each_check(tmp_path):
         pruned: list[int] = []
 
         async def prune() -> None:
-            assert not w.auditor.jobs.in_use
+            assert not w.in_use
             pruned.append(w.auditor.counts.made + w.auditor.counts.not_made)
 
         w.auditor.retention = cast(Any, SimpleNamespace(prune=prune))

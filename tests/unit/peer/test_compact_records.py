@@ -136,7 +136,7 @@ class Side:
     async def receive(self, sender: PeerKey, packet: wire.Packet) -> None:
         self.taken += packet.messages
 
-    def is_member(self, key: PeerKey) -> bool:
+    def is_admitted(self, key: PeerKey) -> bool:
         return key in self.members
 
     def charge(self, sender: PeerKey, size: int) -> None:

@@ -53,9 +53,9 @@ def start_auditor(world: NodeWorld, *, rest: RestWish | None = None) -> tuple[No
     ways_in = [address_of(world.key(n)) for n in world.nodes]
     membership = Enrollment(me, world.spec, decoder, store, None, "", admission(world.spec, me).encoded, ways_in)
     node = world.build(membership, NodeOptions(home, device="cpu", auditor=True), owner=OWNER, rest=rest)
-    assert node.auditor is not None
+    assert node.work.auditor is not None
     process = Process()
-    node.auditor.process = cast(Any, process)
+    node.work.auditor.process = cast(Any, process)
     world.run("watcher", node, store)
     return node, process
 
@@ -80,14 +80,14 @@ async def test_the_owners_auditor_fetches_all_it_needs_reports_by_the_owners_key
         # A member that holds no state and announces nothing; no record lists it, and no round waits for it.
         (member,) = (m for m in world.nodes["ada"].machine.summary(0.0).members if m.key == world.key("watcher"))
         assert (member.heartbeat.phase, member.heartbeat.state) == ("observing", None)
-        assert world.nodes["ada"].network.is_member(world.key("watcher")) and node.machine.phase is Phase.OBSERVING
+        assert world.nodes["ada"].network.is_admitted(world.key("watcher")) and node.machine.phase is Phase.OBSERVING
         assert not world.contributed("watcher") and world.key("watcher") not in world.trainers
         first = process.asked[0].update.blob
         await world.until("its store is pruned of what no check needs any more", lambda: not first.exists())
 
         rest.want("schedule", "outside the hours 22-7")
         await world.until("its process has ended", lambda: rest.is_free)
-        made, auditor = len(process.asked), node.auditor
+        made, auditor = len(process.asked), node.work.auditor
         assert auditor is not None
         await world.until("a check waits", lambda: auditor.waiting)
         assert len(process.asked) == made and node.snapshot().rest == "outside the hours 22-7"

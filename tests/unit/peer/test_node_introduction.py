@@ -24,7 +24,7 @@ async def test_members_know_a_newcomer_while_it_fetches_the_runs_data(tmp_path: 
 
     monkeypatch.setattr(trainer_client, "fetch_assets", slow)
     alan = world.start("alan")
-    await world.until("ada knows alan", lambda: world.nodes["ada"].network.is_member(world.key("alan")))
+    await world.until("ada knows alan", lambda: world.nodes["ada"].network.is_admitted(world.key("alan")))
     assert world.key("alan") not in world.trainers and alan.machine.phase is Phase.JOINING
     may_have_data.set()
     await world.rounds(["ada", "alan"], 2)

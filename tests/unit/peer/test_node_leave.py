@@ -44,7 +44,7 @@ async def test_who_left_under_a_fast_clock_is_seen_when_it_is_back_under_a_right
         return {m.key for m in w.nodes[name].machine.summary(time.monotonic()).members}
 
     def seen(name: str, by: str) -> bool:
-        return w.key(name) in members(by) and w.nodes[by].network.is_member(w.key(name))
+        return w.key(name) in members(by) and w.nodes[by].network.is_admitted(w.key(name))
 
     try:
         for name in ("ada", "grace"):

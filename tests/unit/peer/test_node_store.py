@@ -17,7 +17,7 @@ from peer.node.options import NodeOptions
 from peer.node.snapshot import FILE, Snapshot, read_snapshot, write_snapshot
 from peer.node.trainer_files import fetch_assets, start_message
 from peer.store import Store, StoreError
-from protocol.chain import ChainLimits, genesis_digest
+from protocol.chain import ChainLimits
 from protocol.errors import FinalizedConflict, MalformedError
 from protocol.identity import Identity
 from protocol.ids import Digest, Round
@@ -92,6 +92,18 @@ async def test_only_the_newest_states_that_no_record_names_stay_and_an_update_th
         kept.protect_state(s)
     await kept.prune()
     assert held.held == {*states[-(KEEP + 1) :], new}
+
+
+async def test_what_a_check_reads_stays_until_the_next_check():
+    first, second = Digest(b"f" * 32), Digest(b"s" * 32)
+    held = Blobs(first, second)
+    kept = retention(held)
+    kept.protect_check(frozenset({first, second}))
+    assert await kept.prune() == []
+    kept.protect_check(frozenset({second}))
+    assert await kept.prune() == [first]
+    kept.protect_check(frozenset())
+    assert await kept.prune() == [second]
 
 
 # -- the chain between disk and memory ------------------------------------------------------------------------
@@ -185,20 +197,6 @@ def test_others_get_what_they_lack_and_strange_questions_an_error(store):
     ):
         with pytest.raises(MalformedError):
             log.answer(wrong)
-
-
-def test_the_chain_after_a_record_comes_in_pages_and_is_none_for_a_branch_that_lost(store):
-    made = maker(6)
-    log = log_over(store)
-    chain = log.chain
-    for c in made.certificates:
-        chain.add(c)
-    lost = made.fork(2).add({3: 1})
-    chain.add(lost)
-    assert log.after(genesis_digest(SPEC.run_id), 4) == tuple(made.certificates[:4])
-    assert log.after(made.certificates[3].record.digest, 4) == tuple(made.certificates[4:])
-    assert log.after(made.head, 4) == ()
-    assert log.after(lost.record.digest, 4) is None and log.after(Digest(b"z" * 32), 4) is None
 
 
 # -- small files ----------------------------------------------------------------------------------------------

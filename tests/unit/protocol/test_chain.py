@@ -252,6 +252,25 @@ def test_a_fork_finds_the_common_ancestor_by_its_locator():
     assert found == tuple(made[10:])
 
 
+def test_the_main_chain_after_a_record_comes_in_pages_and_is_none_for_a_branch_that_lost():
+    chain = new()
+    made = line(chain, chain.genesis, 0, 6, 0)
+    (lost,) = line(chain, made[1].record.digest, 2, 1, 1)
+    assert chain.main_chain_after(chain.genesis, 4) == tuple(made[:4])
+    assert chain.main_chain_after(made[3].record.digest, 4) == tuple(made[4:])
+    assert chain.main_chain_after(chain.head, 4) == ()
+    assert chain.main_chain_after(lost.record.digest, 4) is None is chain.main_chain_after(Digest(b"z" * 32), 4)
+
+
+def test_the_newest_directive_says_who_is_banned_whether_or_not_a_record_carries_it():
+    chain = new()
+    assert not chain.is_banned(KEYS[1])
+    assert chain.add_directive(OWNER.sign(Directive(RUN, 2, banned=(KEYS[1],))))
+    assert not chain.add_directive(OWNER.sign(Directive(RUN, 1, banned=(KEYS[2],))))
+    assert chain.is_banned(KEYS[1]) and not chain.is_banned(KEYS[2])
+    assert chain.add_directive(OWNER.sign(Directive(RUN, 3))) and not chain.is_banned(KEYS[1])
+
+
 def test_memory_is_bounded_and_what_is_left_still_answers():
     chain = new(max_records=50, min_main_records=20, max_side_records=10)
     made = line(chain, chain.genesis, 0, 300, 0)
