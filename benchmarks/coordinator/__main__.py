@@ -36,7 +36,7 @@ from protocol.wire import coordinator_pb2 as wire
 TICK = os.sysconf("SC_CLK_TCK")
 
 RATES = {"Account": 167.0, "Admit": 17.0, "GetRun": 17.0, "Status": 10.0}
-"""Calls a second of 10,000 peers: an account each minute, all admitted again within ten minutes; twenty watchers."""
+"""Calls a second of 10,000 peers: totals each minute, all admitted again within ten minutes; twenty watchers."""
 
 if "Receipts" in wire.DESCRIPTOR.services_by_name["Coordinator"].methods_by_name:
     RATES["Receipts"] = 17.0  # each peer's within ten minutes

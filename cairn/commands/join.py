@@ -412,8 +412,8 @@ async def ask_for_credits(membership: Enrollment, screen: PeerScreen, members: C
                 screen.page = page
                 log.info("this peer on the run's page: %s", page)
             asked = True
-            account = await client.account(key)
-            screen.earnings = PeerEarnings(account.micro_credits_settled, account.micro_credits_pending, account.rounds)
+            totals = await client.totals(key)
+            screen.earnings = PeerEarnings(totals.micro_credits_settled, totals.micro_credits_pending, totals.rounds)
         except CairnError:
             if screen.earnings is not None:
                 screen.earnings = replace(screen.earnings, fresh=False)

@@ -97,8 +97,8 @@ async def test_a_peer_that_sends_noise_is_convicted_and_rests_and_nobody_else_is
 
         async def is_void() -> bool:
             async with CoordinatorClient(world.invite, timeout=60.0) as client:
-                account = await client.account(liar)
-            return account.micro_credits_settled == account.micro_credits_pending == 0
+                totals = await client.totals(liar)
+            return totals.micro_credits_settled == totals.micro_credits_pending == 0
 
         await world.until("its credit is void", is_void, every=0.5)
 

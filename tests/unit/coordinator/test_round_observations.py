@@ -207,10 +207,10 @@ def test_a_round_on_another_branch_does_not_follow():
     w = Watch()
     w.round({0: 10})
     rival = w.swarm.chain.fork(1).add({1: 10})
-    account, last = (credits_of(c, RULE) for c in (rival, w.swarm.chain.certificates[0]))
-    assert w.seen.is_followed_by(account) and not w.seen.is_followed_by(last)
+    credits, last = (credits_of(c, RULE) for c in (rival, w.swarm.chain.certificates[0]))
+    assert w.seen.is_followed_by(credits) and not w.seen.is_followed_by(last)
     w.round({0: 10})
-    assert not w.seen.is_followed_by(account)
+    assert not w.seen.is_followed_by(credits)
 
 
 def test_the_file_is_bounded_and_rubbish_in_it_is_left_out(tmp_path):

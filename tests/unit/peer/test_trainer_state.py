@@ -155,7 +155,7 @@ def test_neither_a_missed_update_nor_what_it_left_over_is_halved(tmp_path):
         left = copied(trainer.backend.outer.feedback)
         if trainer is two:  # nothing that was added since may count twice
             another = {n: torch.full_like(t, 2**-7) for n, t in learnt.items()}
-            trainer.base.ledger.missed(bytes(trainer.base.codec.encode(copied(another))), None)
+            trainer.base.feedback_contents.missed(bytes(trainer.base.codec.encode(copied(another))), None)
         apply(trainer, Apply(accepted_round(0), (made.blob_path,), 0, 0))
     same(one.backend.outer.feedback, {n: t / 0.5 for n, t in learnt.items()})
     same(two.backend.outer.feedback, {n: (learnt[n] - t + 2**-7) / 0.5 + t for n, t in left.items()})
