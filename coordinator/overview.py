@@ -116,7 +116,7 @@ class Overview:
         return {"finished": f"finished: {self.message}", "ended": self.message}.get(self.health, "")
 
     @property
-    def rests(self) -> bool:
+    def is_halted(self) -> bool:
         """True while the run is paused and no peer works at the open round: this time is not part of the round."""
         return self.health == "paused" and not self.training
 

@@ -118,7 +118,7 @@ class RoundObservations:
         self._early_proposals: BoundedDict[PeerKey, tuple[Digest, _Proposal]] = BoundedDict(MAX_EARLY_PROPOSALS)
         self._announcements: BoundedDict[Digest, Mapping[PeerKey, float]] = BoundedDict(MAX_ANNOUNCED)
         self._before: frozenset[PeerKey] = frozenset()
-        self._rested_at = 0.0
+        self._paused_at = 0.0
         self._bytes: dict[PeerKey, tuple[int, int]] = {}
         self._unsaved: deque[RoundObservation] = deque(maxlen=MAX_WITH_ABSENCES)
 
@@ -167,14 +167,14 @@ class RoundObservations:
         self._unsaved.clear()
         return taken
 
-    def rest(self) -> None:
+    def note_pause(self) -> None:
         """Note that the run is paused.
 
         A round without an announcement begins when the run resumes, as it does for its peers.
         """
-        self._rested_at = self._now()
+        self._paused_at = self._now()
         if self.began is not None and not self._announced:
-            self.began = self._rested_at
+            self.began = self._paused_at
 
     def receive(self, message: Signed) -> None:
         """Take in a verified announcement or proposal; other messages are ignored."""
@@ -229,7 +229,7 @@ class RoundObservations:
         return seen
 
     def _turn_to(self, head: Digest, began: float | None) -> None:
-        self._head, self.began = head, None if began is None else max(began, self._rested_at)
+        self._head, self.began = head, None if began is None else max(began, self._paused_at)
         self._announced, self._proposed = {}, {}
         for author, (parent, at) in list(self._early_updates.items()):
             if parent == head:

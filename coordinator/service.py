@@ -312,8 +312,8 @@ class Coordinator:
             self._overview, began = None, time.monotonic()
             self.feed.publish(json_view.encode(self.api.event()))
             self._metrics.update(self.overview(), self._now())
-            if self.overview().rests:
-                self.observations.rest()
+            if self.overview().is_halted:
+                self.observations.note_pause()
             took = time.monotonic() - began
             await self._save_observations()
             await wait_at_most(self._news, 2)  # without news the ages of heartbeats change

@@ -1,4 +1,4 @@
-"""A peer that sends noise for the largest claims: audits find it, a jury convicts it, and it rests."""
+"""A peer that sends noise for the largest claims: audits find it, a jury convicts it, and it is barred."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ async def test_a_peer_that_sends_noise_is_convicted_and_rests_and_nobody_else_is
         code, out = await repeated(world, body.round, str(next(k for k in body.contributors if k != liar)))
         assert code == 0 and "result    passed" in out, out
 
-        # It rests and says so, and no record lists it. Its credit is void.
-        await world.until("the liar rests", lambda: world.has_logged(LIAR, "THIS PEER IS CONVICTED"))
+        # It is barred and says so, and no record lists it. Its credit is void.
+        await world.until("the liar is barred", lambda: world.has_logged(LIAR, "THIS PEER IS CONVICTED"))
         at = world.branch("ada").height
         await world.round_after(HONEST, 3)
         late = world.branch("ada").path[at + 1 :]

@@ -232,7 +232,7 @@ def test_while_the_run_rests_nothing_is_trained_and_an_update_claims_what_the_ow
     trainer = loaded(world)
     train(trainer, 2)
     orders = Orders(False, world.spec.max_update_windows, world.spec.round.target_tokens)
-    trainer.steps.set_orders(replace(orders, rests=True))
+    trainer.steps.set_orders(replace(orders, is_idle=True))
     assert not trainer.steps.may_train
     trainer.steps.set_orders(orders)
     assert trainer.steps.may_train
