@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Compute, print, save. Return 1 when a goal is missed."""
     options = report.command_line(__doc__ or "", "audit_gain").parse_args(arguments)
     rows = gains()
-    results = report.header("audit_gain", arguments) | {
+    results = report.provenance("audit_gain", arguments) | {
         "setting": {"decision_rounds": DECISION_ROUNDS, "bar_rounds": AuditRule().bar_rounds, "stake_rounds": STAKE},
         "gains": rows,
         "goals": goals(rows),

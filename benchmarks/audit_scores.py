@@ -533,7 +533,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = json.loads(options.json.read_text())["runs"] if options.json and options.json.exists() else []
     done = {(r["profile"], r["seed"], r["mode"]) for r in runs if r["loss"] is not None}
     runs = [r for r in runs if r["loss"] is not None]
-    about = report.header("audit_scores", arguments, seeds)
+    about = report.provenance("audit_scores", arguments, seeds)
     results = about | {"runs": runs, "summary": summaries(runs), "goals": []}
     for seed, mode in ((s, m) for s in seeds for m in options.modes):
         setting = Setting.of(replace(PROFILES[options.profile], peers=len(PEERS)), seed)

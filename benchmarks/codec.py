@@ -147,7 +147,7 @@ def main(argv: list[str] | None = None) -> int:
         torch.set_num_threads(options.threads)
     n, updates, turns, rounds = (2**20, 4, 3, 20) if options.quick else (2**23, 4, 5, 60)
     subjects = subjects_for(n, options.device)
-    results = report.header("codec", argv, seeds=[0]) | {
+    results = report.provenance("codec", argv, seeds=[0]) | {
         "parameters": n,
         "updates": updates,
         "rounds": rounds,

@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     from benchmarks.codec import SMALL_CODEC, small_llama, small_model
     from protocol.codec import make_codec
 
-    head = report.header("exchange", argv)
+    provenance = report.provenance("exchange", argv)
     layout = small_llama()
     size = make_codec(SMALL_CODEC, layout).size
     sums = small_model(turns=8 if options.quick else 30)
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     }
     with Swarm() as swarm:
         found = swarm.measure(rounds)
-    results = head | {"peers": len(PEERS), "parameters": layout.numel, "blob_bytes": size}
+    results = provenance | {"peers": len(PEERS), "parameters": layout.numel, "blob_bytes": size}
     results |= judged(found, rounds, parts)
     return report.ended(results, options, show(results))
 

@@ -341,7 +341,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"benchmarks.gpu: {e}", file=sys.stderr)
         return 2
     end = time.monotonic() + 60 * options.minutes
-    results: dict[str, Any] = report.header("gpu", arguments) | {"device": device, "parts": [], "goals": []}
+    results: dict[str, Any] = report.provenance("gpu", arguments) | {"device": device, "parts": [], "goals": []}
     every = parts(options.pretend)
     processes = Processes()
     try:

@@ -167,13 +167,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rounds = 4 if options.quick else 20
     profile = replace(PROFILES["tiny"], steps=rounds * STEPS)
     torch.set_num_threads(1)
-    runs, head = [], report.header("liars", arguments, seeds=[options.seed])
+    runs, provenance = [], report.provenance("liars", arguments, seeds=[options.seed])
     for run in (*ATTACKS, *UNEQUAL):
         runs.append(measured(profile, run, options.seed))
         print(f"{run.label}: {runs[-1]['loss']}", file=sys.stderr)
     newcomers = [newcomer(speed) for speed in (1, 2, 4, 10, 100)]
     setting = Setting.of(profile, options.seed)
-    results = head | {
+    results = provenance | {
         "setting": {
             "profile": profile.name, "parameters": setting.layout.numel, "rounds": rounds, "inner_steps": STEPS,
             "lr": LR, "seed": options.seed,

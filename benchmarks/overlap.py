@@ -54,11 +54,11 @@ def main(argv: list[str] | None = None) -> int:
     from protocol.codec import make_codec
 
     seconds = 15.0 if options.quick else options.seconds
-    head, layout = report.header("overlap", argv), small_llama()
+    provenance, layout = report.provenance("overlap", argv), small_llama()
     old = json.loads(options.json.read_text())["runs"] if options.json and options.json.exists() else []
     modes = options.modes.split(",")
     runs = [r for r in old if r["overlap"] not in modes]
-    results: dict[str, Any] = head | {
+    results: dict[str, Any] = provenance | {
         "parameters": layout.numel,
         "blob_bytes": make_codec(SMALL_CODEC, layout).size,
         "peers": len(PEERS),

@@ -5,7 +5,7 @@ the results. `hand_written` finds figures that are not, and tests/structure/test
 
 In a template:
   r              the page's own JSON, docs/results/NAME.json; `results("other")` is another one
-  head           the sentence on command, commit, date and machine, then the goals that were missed or not judged
+  opening        the sentence on command, commit, date and machine, then the goals that were missed or not judged
   tables()       what `benchmarks.NAME` prints of the JSON; `goals()` is the table of all goals
   made_by(name)  the module that made a page's JSON, for a table of its own: `made_by("convergence").methods(r)`
   one(rows, key=value, ...)   the only row with these values; `some(...)` is all of them
@@ -35,8 +35,8 @@ from benchmarks import report
 RESULTS = Path(__file__).parent.parent / "docs/results"
 TEMPLATES = Path(__file__).parent / "templates"
 
-HEAD = ("command", "commit", "date", "machine", "seeds")
-"""Fields that a result has at least; `report.header` makes them."""
+PROVENANCE = ("command", "commit", "date", "machine", "seeds")
+"""Fields that a result has at least; `report.provenance` makes them."""
 
 MODULES = {"wan_convergence": "benchmarks.convergence.wan_report", "scenarios": "tests.scenarios.results"}
 """Pages whose module has another name."""
@@ -100,7 +100,7 @@ def measured(r: Mapping[str, Any]) -> str:
     return f"Measured on {r['date']} {origin}, on {place}, torch {machine['torch']}{drawn}."
 
 
-def head(r: Mapping[str, Any]) -> str:
+def opening(r: Mapping[str, Any]) -> str:
     """Return a page's beginning: the command, the origin, and the goals that were missed or not judged."""
     goals = r.get("goals", ())
     missed = [g for g in goals if g["met"] is False]
@@ -140,8 +140,8 @@ def page(name: str) -> str:
     if own.exists():
         r = results(name)
         values = {"r": r, "goals": lambda: report.goal_lines(r["goals"])}
-        if all(field in r for field in HEAD):
-            values["head"] = head(r)
+        if all(field in r for field in PROVENANCE):
+            values["opening"] = opening(r)
         values["tables"] = lambda: made_by(name).show(r)
     return filled(environment().get_template(f"{name}.md").render(values))
 

@@ -622,8 +622,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     earlier = json.loads(options.json.read_text()) if options.json and options.json.exists() else {"runs": []}
     runs = [r for r in earlier["runs"] if r["loss"] is not None]
     done = {tuple(r[k] for k in ("profile", "seed", "swarm", "rule", "rounds")) for r in runs}
-    about = report.header("replayable", arguments, seeds)
-    head = {k: earlier[k] for k in ("command", "commit", "recorded_in", "changed", "date", "machine", "seeds")
+    about = report.provenance("replayable", arguments, seeds)
+    provenance = {k: earlier[k] for k in ("command", "commit", "recorded_in", "changed", "date", "machine", "seeds")
             if k in earlier} or about  # fmt: skip
     for seed, swarm, rule in ((s, w, r) for s in seeds for w in options.swarms for r in options.rules):
         if (options.profile, seed, swarm, rule, rounds) in done:
@@ -635,10 +635,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{options.profile} {swarm} {rule}, seed {seed}: {entry['cpu_seconds']} s", file=sys.stderr, flush=True
             )
             if options.json:
-                report.save(options.json, head | {"runs": [*runs, about | entry]} | summaries([*runs, about | entry]))
+                report.save(
+                    options.json, provenance | {"runs": [*runs, about | entry]} | summaries([*runs, about | entry])
+                )
         runs.append(about | entry)
-    head["seeds"] = sorted({r["seed"] for r in runs})
-    results = head | {"runs": runs} | summaries(runs)
+    provenance["seeds"] = sorted({r["seed"] for r in runs})
+    results = provenance | {"runs": runs} | summaries(runs)
     return report.ended(results, options, show(results))
 
 

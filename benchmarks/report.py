@@ -31,7 +31,7 @@ def command_line(doc: str, name: str) -> argparse.ArgumentParser:
     return parser
 
 
-def header(
+def provenance(
     name: str, arguments: Sequence[str] | None = None, seeds: Sequence[int] = (), package: str = "benchmarks"
 ) -> dict[str, Any]:
     """Return the fields with which each result begins.

@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     options = parser.parse_args(arguments)
     seeds, attacks = (options.seeds[:1], list(ATTACKS)[-3:]) if options.quick else (options.seeds, list(ATTACKS))
-    results: dict[str, Any] = report.header("round_attacks", arguments, seeds)
+    results: dict[str, Any] = report.provenance("round_attacks", arguments, seeds)
     without = {peers: usual(peers, seeds) for peers, _ in SIZES}
     results["usual"] = {str(peers): found for peers, found in without.items()}
     results["runs"] = [measured(attack, *size, seed, without[size[0]])

@@ -87,9 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--parallel", nargs="+", default=["dp=1", "fsdp=2"], help="layouts (default dp=1 fsdp=2)")
     options = parser.parse_args(arguments)
     size, turns = (QUICK, 3) if options.quick else (SIZE, 5)
-    head = report.header("saving", arguments)
+    provenance = report.provenance("saving", arguments)
     found = [measured(size, options.device, options.threads, p, turns) for p in options.parallel]
-    results = head | {
+    results = provenance | {
         "device": options.device,
         "layouts": found,
         "goals": [

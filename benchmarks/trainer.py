@@ -279,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--compile", action="store_true", help="compile the layers, of the bare loop too")
     options = parser.parse_args(arguments)
     device = choose_device(options.device, options.threads)
-    head = report.header("trainer", arguments)
+    provenance = report.provenance("trainer", arguments)
     sizes = CPU if device.type == "cpu" else CUDA
     if unknown := set(options.size or ()) - {s.name for s in sizes}:
         parser.error(f"--size: there is no {', '.join(sorted(unknown))} for {device.type}")
@@ -299,7 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     for r in ranks:
         r["speedup"] = r["tokens_per_second"] / ranks[0]["tokens_per_second"]
-    results = head | {
+    results = provenance | {
         "device": str(device),
         "optimizer": options.optimizer,
         "compiled": options.compile,

@@ -44,7 +44,7 @@ class AuditedChain:
         self._asker = asker
         self._members = () if asker is None else asker.members
         self._coordinator = coordinator
-        self._accounts: BoundedDict[Digest, RoundCredits] = BoundedDict(KEPT)
+        self._credits: BoundedDict[Digest, RoundCredits] = BoundedDict(KEPT)
         self._abandoned: set[Digest] = set()
         self._read: set[Digest] = set()
         """Every record that was read as part of the chain: about 100 bytes a round."""
@@ -77,7 +77,7 @@ class AuditedChain:
 
     def find(self, record: Digest) -> RoundCredits | None:
         """Return the credits of a record; None if its certificate was not read, or is no longer remembered."""
-        return self._accounts.get(record)
+        return self._credits.get(record)
 
     def is_followed(self, record: Digest) -> bool:
         """Return whether a record is on the best branch that was read."""
@@ -95,12 +95,12 @@ class AuditedChain:
 
     async def ensure(self, record: Digest) -> bool:
         """Read on until a record is known. Return False if no source has it."""
-        while record not in self._accounts and not self._ended:
+        while record not in self._credits and not self._ended:
             if not await self._read_on():
                 self._ended = True
-        if record not in self._accounts:
+        if record not in self._credits:
             await self._read_abandoned(record)
-        return record in self._accounts
+        return record in self._credits
 
     def is_abandoned(self, record: Digest) -> bool:
         """Return whether a record is known but not on the chain: such rounds count only until a rollback."""
@@ -119,7 +119,7 @@ class AuditedChain:
         if certificate.digest == record:
             if record not in self._read:  # else it was read as part of the chain, and forgotten
                 self._abandoned.add(record)
-            self._accounts[record] = credits_of(certificate, self._rule)
+            self._credits[record] = credits_of(certificate, self._rule)
 
     def refresh(self) -> None:
         """Read on at the next `ensure`, since the chain may have grown after its end was reached."""
@@ -192,5 +192,5 @@ class AuditedChain:
             if self._chain.add(certificate):
                 added += 1
                 self._read.add(certificate.digest)
-                self._accounts[certificate.digest] = credits_of(certificate, self._rule)
+                self._credits[certificate.digest] = credits_of(certificate, self._rule)
         return added

@@ -90,13 +90,13 @@ async def idle_facts() -> IdleFacts:
 def drawing_programs(monitored: str) -> str | None:
     """Return the programs that draw in the table of nvidia-smi's monitor, as PROGRAMS lists them; None without a table.
 
-    The table's head names its columns, which are not the same in all drivers. A share that is not known is "-" there.
+    The table's heading names its columns, which are not the same in all drivers. An unknown share is "-" there.
     """
     columns: list[str] = []
     found = ""
     for line in monitored.splitlines():
         if line.startswith("#"):
-            columns = columns or line[1:].split()  # the head's second line has units
+            columns = columns or line[1:].split()  # the heading's second line has units
         elif columns:
             row = dict(zip(columns, line.split(maxsplit=len(columns) - 1), strict=False))
             share = row.get("sm", "")

@@ -169,14 +169,14 @@ def processes_of(prefix: Path, processes: Iterable[tuple[int, Sequence[str]]]) -
     """
     commands, parts = {}, {}
     for pid, arguments in processes:
-        rest = list(arguments[1:])
-        while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c"):
-            rest.pop(0)
-        is_module = rest[:1] == ["-m"]
-        if len(rest) > is_module and arguments[0].startswith(f"{prefix}{os.sep}"):
-            name = rest[1] if is_module else Path(rest[0]).name
+        remaining = list(arguments[1:])
+        while remaining and remaining[0].startswith("-") and remaining[0] not in ("-m", "-c"):
+            remaining.pop(0)
+        is_module = remaining[:1] == ["-m"]
+        if len(remaining) > is_module and arguments[0].startswith(f"{prefix}{os.sep}"):
+            name = remaining[1] if is_module else Path(remaining[0]).name
             if name == "cairn":
-                commands[pid] = " ".join(["cairn", *rest[1 + is_module :][:2]])
+                commands[pid] = " ".join(["cairn", *remaining[1 + is_module :][:2]])
             elif is_module and name.partition(".")[0] in ("peer", "coordinator"):
                 parts[pid] = name
     return commands or parts

@@ -100,7 +100,7 @@ class KeptUpdates:
         """Return the rounds whose archived base state newcomers begin with, newest first.
 
         A record names that state, at a multiple of `checkpoint.every`, or the owner's rollback does: then none before
-        it is needed. Nothing names the state of a run that rests.
+        it is needed. Nothing names the last state of a stopped run.
         """
         chain, every = self._node.chain, self._node.membership.spec.checkpoint.every
         first = 0 if chain.rollback is None else chain.rollback.round

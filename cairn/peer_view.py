@@ -33,7 +33,7 @@ STEPS, STEP_SECONDS, MIN_STEP_SECONDS = 10, 30.0, 5.0
 
 @dataclass(frozen=True, slots=True)
 class PeerEarnings:
-    """The peer's account at the coordinator. `fresh`: the coordinator answered the last request."""
+    """The peer's totals at the coordinator. `fresh`: the coordinator answered the last request."""
 
     micro_credits: int
     pending: int

@@ -37,7 +37,7 @@ class RestingStateClaims:
         return is_total_reached(self._spec.total_tokens, self.tokens)
 
     @property
-    def rests(self) -> bool:
+    def is_stopped(self) -> bool:
         """Return whether the run is over or paused, and has a record."""
         chain = self._chain
         directive = chain.newest_directive
@@ -47,9 +47,11 @@ class RestingStateClaims:
     def receive(self, message: Signed) -> bool:
         """Remember a verified message if it is such a heartbeat. Return whether it is its author's first."""
         body = message.body
-        if not isinstance(body, Heartbeat) or body.state is None or body.head != self._chain.head or not self.rests:
+        if not isinstance(body, Heartbeat) or body.state is None:
             return False
-        # A peer that is not at rest yet may be about to certify another record, and has not written the state.
+        if body.head != self._chain.head or not self.is_stopped:
+            return False
+        # A peer that is not paused yet may be about to certify another record, and has not written the state.
         if not self.is_finished and body.phase != "paused":
             return False
         self._follow_head()
@@ -74,14 +76,14 @@ class RestingStateClaims:
 
     def agreed(self) -> tuple[Digest, list[Signed[Heartbeat]]] | None:
         """Return the state and the heartbeats that prove it; None while too few contributors claim one."""
-        if not self.rests:
+        if not self.is_stopped:
             return None
         state, claims = self._most()
         return (state, claims) if state is not None and len(claims) >= quorum(len(self._contributors)) else None
 
     def resting_state(self, archived: Digest | None) -> RestingState | None:
-        """Return the state of a run that rests, with the digest that is archived for it."""
-        if not self.rests:
+        """Return the state of a stopped run, with the digest that is archived for it."""
+        if not self.is_stopped:
             return None
         _, claims = self._most()
         holders = {h.author for h in claims}

@@ -119,9 +119,9 @@ def peer_table(s: Any, width: int, most: int | None = None) -> RenderableType:
     titles = ["peer", "name", "state", "round", "loss", "tokens/s"]
     titles += ["up", "down", "credits", "device"] if wide else ["credits"]
     made = table(titles, rows, width, left={"peer", "name", "state", "device"}, gives="device" if wide else "name")
-    if rest := s.peers[len(shown) :]:
-        phases = ", ".join(f"{n} {phase}" for phase, n in Counter(p.phase for p in rest).most_common(4))
-        return Group(made, Text(f"and {len(rest)} more: {phases}", style="dim", no_wrap=True, overflow="ellipsis"))
+    if remaining := s.peers[len(shown) :]:
+        phases = ", ".join(f"{n} {phase}" for phase, n in Counter(p.phase for p in remaining).most_common(4))
+        return Group(made, Text(f"and {len(remaining)} more: {phases}", style="dim", no_wrap=True, overflow="ellipsis"))
     return made
 
 

@@ -256,18 +256,18 @@ class ObserverView:
         return [a for a in self._archive.all() if a.round >= first and chain.main_chain_at(a.round) != a.record]
 
     def _last_state(self) -> tuple[Digest, Digest, int] | None:
-        """Return state, record and tokens of a run that rests, once enough contributors claim that state."""
+        """Return state, record and tokens of a stopped run, once enough contributors claim that state."""
         found = self._resting.agreed()
         return None if found is None else (found[0], self._node.chain.head, self._resting.tokens)
 
     def resting_state(self) -> RestingState | None:
-        if not self._resting.rests:
+        if not self._resting.is_stopped:
             return None
         head = self._node.chain.head
         return self._resting.resting_state(next((a.state for a in self._archive.all() if a.record == head), None))
 
     def _proof_of_last_state(self, record: Digest, state: Digest) -> tuple[bytes, list[bytes]]:
-        """Return the proof of the state of a run that rests: its record's certificate, and the heartbeats that name it.
+        """Return the proof of the state of a stopped run: its record's certificate, and the heartbeats that name it.
 
         An earlier state needs none: both are empty.
         """

@@ -62,14 +62,14 @@ class RecentRounds:
 
     def author_of(self, record: Digest, update: Digest) -> PeerKey | None:
         """Return the author of an update; None if its record is not in memory."""
-        account = self.by_record.get(record)
-        return None if account is None else next((e.peer for e in account.lines if e.update == update), None)
+        credits = self.by_record.get(record)
+        return None if credits is None else next((e.peer for e in credits.lines if e.update == update), None)
 
     def update_of(self, record: Digest, author: PeerKey) -> tuple[Round, Digest] | None:
         """Return the round of a record and the update of a peer in it; None if it is not in memory."""
-        account = self.by_record.get(record)
-        update = None if account is None else next((e.update for e in account.lines if e.peer == author), None)
-        return None if account is None or update is None else (account.round, update)
+        credits = self.by_record.get(record)
+        update = None if credits is None else next((e.update for e in credits.lines if e.peer == author), None)
+        return None if credits is None or update is None else (credits.round, update)
 
 
 class AuditIndex:
@@ -123,8 +123,8 @@ class AuditIndex:
 
     def post(self, added: Iterable[RoundCredits], recent: RecentRounds) -> None:
         """Take in the reports of rounds that became final. Their decisions come with the next `restore`."""
-        for account in added:
-            self._reports += _carried(account, recent)
+        for credits in added:
+            self._reports += _carried(credits, recent)
         self.follow(recent)
 
     def follow(self, recent: RecentRounds) -> None:
@@ -133,13 +133,13 @@ class AuditIndex:
         self._reports = [r for r in self._reports if r.body.round >= oldest]
         by_update = _grouped(self._reports)
         penalties, cases = self._penalties, list(self._final)
-        for account in recent.open:
-            for report in _carried(account, recent):
+        for credits in recent.open:
+            for report in _carried(credits, recent):
                 by_update.setdefault((report.body.record, report.author), []).append(report)
-            for decision in account.decisions:
+            for decision in credits.decisions:
                 found = recent.update_of(decision.record, decision.author)
                 if found is not None:
-                    stated = StatedDecision(account.round, account.record, *found, decision, None)
+                    stated = StatedDecision(credits.round, credits.record, *found, decision, None)
                     penalties, case = self._decide(penalties, stated, by_update)
                     cases.append(case)
         self.penalties = penalties
@@ -161,10 +161,10 @@ class AuditIndex:
         return after, case
 
 
-def _carried(account: RoundCredits, recent: RecentRounds) -> list[CarriedReport]:
+def _carried(credits: RoundCredits, recent: RecentRounds) -> list[CarriedReport]:
     """Return the reports of a round, each with the author of its update."""
-    named = [(report, recent.author_of(report.body.record, report.body.update)) for report in account.reports]
-    return [CarriedReport(account.round, r.author, author, r.body) for r, author in named if author is not None]
+    named = [(report, recent.author_of(report.body.record, report.body.update)) for report in credits.reports]
+    return [CarriedReport(credits.round, r.author, author, r.body) for r, author in named if author is not None]
 
 
 def _grouped(reports: Iterable[CarriedReport]) -> dict[tuple[Digest, PeerKey], list[CarriedReport]]:

@@ -173,7 +173,7 @@ class ChainIndexer:
                 history.append(r.round, r.tokens, r.loss, r.seen_at)
             after = page[-1].round
         first = (last[0] if last else -1) - MAX_REMEMBERED
-        recent = await self._ledger.run(lambda ledger: ledger.accounts(after=first, limit=MAX_REMEMBERED))
+        recent = await self._ledger.run(lambda ledger: ledger.round_credits(after=first, limit=MAX_REMEMBERED))
         self._finalizer.restore(finalization)
         audits = await self._ledger.run(self._read_audits)
         self._chain.restore(last, recent, history, first_seen, balances, *audits)
@@ -216,59 +216,59 @@ class ChainIndexer:
         """Index what is new. Return what prevents that, if anything."""
         await self._finalizer.check_swarm()
         self._plausibility.update_rules(self._directives.round_policy)
-        known = {a.record: a for a in self._chain.open}
-        accounts: list[RoundCredits] = []
+        known = {c.record: c for c in self._chain.open}
+        rounds: list[RoundCredits] = []
         at = self._chain.posted[1] if self._chain.posted else genesis_digest(self._run)
         while True:
             page = await self._view.certificates_after(at, PAGE)
             if page is None:
-                if accounts:
+                if rounds:
                     self._wake.set()  # the chain switched to another branch meanwhile: start over
                     return ""
                 return await self._off_the_chain()
             new = [known.get(c.digest) or credits_of(c, self._rule) for c in _linked(page, at)]
-            accounts += new
+            rounds += new
             last_page = len(page) < PAGE
             if last_page and new and new[-1].record not in known:
-                await self._note_first_seen(page[-1], new[-1], accounts)
-            accounts = await self._post_final(accounts)
+                await self._note_first_seen(page[-1], new[-1], rounds)
+            rounds = await self._post_final(rounds)
             if last_page:
                 break
-            at = accounts[-1].record if accounts else new[-1].record
+            at = rounds[-1].record if rounds else new[-1].record
             await asyncio.sleep(0)
-        self._chain.set_open(accounts)
+        self._chain.set_open(rounds)
         # In the writing thread: a finalization waits for no reader.
-        self.verdicts = await self._ledger.run(lambda ledger: ledger.verdicts(MAX_VERDICTS, accounts))
+        self.verdicts = await self._ledger.run(lambda ledger: ledger.verdicts(MAX_VERDICTS, rounds))
         self.caught_up = not self._is_behind()
         await self._finalizer.publish()
         return ""
 
-    async def _post_final(self, accounts: list[RoundCredits]) -> list[RoundCredits]:
+    async def _post_final(self, rounds: list[RoundCredits]) -> list[RoundCredits]:
         """Post the rounds that are final, and return the others."""
-        count = self._finalizer.final_count(accounts)
+        count = self._finalizer.final_count(rounds)
         if not count:
-            return accounts
-        newest = accounts[count - 1]
+            return rounds
+        newest = rounds[count - 1]
         finalization = self._finalizer.sign(newest.round, newest.record)
         for i in range(0, count, ROUNDS_PER_TRANSACTION):
-            some = accounts[i : min(count, i + ROUNDS_PER_TRANSACTION)]
+            some = rounds[i : min(count, i + ROUNDS_PER_TRANSACTION)]
             encoded = finalization.encoded if some[-1] is newest else None
             balances = await self._ledger.run(lambda ledger, s=some, f=encoded: self._post(ledger, s, f))
-            decided = any(a.decisions for a in some)  # only now the credit that they void is known
+            decided = any(c.decisions for c in some)  # only now the credit that they void is known
             audits = await self._ledger.run(self._read_audits) if decided else None
             # All of them, also those that the ledger has from a pass that failed after its commit.
-            self._chain.post(some, (some[-1].round, some[-1].record), balances, accounts[i + len(some) :])
+            self._chain.post(some, (some[-1].round, some[-1].record), balances, rounds[i + len(some) :])
             if audits is not None:
                 self._chain.restore_audits(*audits)
         self._finalizer.adopt(finalization)
-        return accounts[count:]
+        return rounds[count:]
 
     def _post(
-        self, ledger: Ledger, accounts: Sequence[RoundCredits], finalization: bytes | None
+        self, ledger: Ledger, rounds: Sequence[RoundCredits], finalization: bytes | None
     ) -> dict[PeerKey, PeerBalances]:
         """Post rounds, and the finalization of the last: in the ledger's thread, in one transaction."""
-        for account in accounts:
-            ledger.post(account, finalization=finalization if account is accounts[-1] else None)
+        for credits in rounds:
+            ledger.post(credits, finalization=finalization if credits is rounds[-1] else None)
         return ledger.current_balances()
 
     async def _off_the_chain(self) -> str:
@@ -300,10 +300,10 @@ class ChainIndexer:
 
         def note(ledger: Ledger) -> None:
             since = ledger.active_since({u.author: partial(self._admitted_at, u) for u in updates})
-            for account in chain:
-                if account is not newest:
-                    seen_at = self._chain.first_seen.get(account.record)
-                    for line in account.lines:
+            for credits in chain:
+                if credits is not newest:
+                    seen_at = self._chain.first_seen.get(credits.record)
+                    for line in credits.lines:
                         since.pop(line.peer, None)
                         if seen_at is not None:
                             since[line.peer] = seen_at

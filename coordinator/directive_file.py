@@ -26,7 +26,7 @@ rollback. RECORD (hexadecimal) is the newest final record that it left, if it le
 MAX_LINE = 128 * 1024
 MAX_FILE = 256 * 1024 * 1024
 FULL = 4 * 1024 * 1024
-"""Bytes from which only the newest directive is kept, those that changed rollback, ban, rest or policy, and "done"."""
+"""Bytes from which only the newest directive is kept, those that changed rollback, ban, pause or policy, and "done"."""
 
 
 class DirectiveFile:

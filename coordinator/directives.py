@@ -78,7 +78,7 @@ class DirectiveEffects:
         is_as_before = (last.run_status, last.since) == (directive.run_status, directive.since)
         if not is_as_before:
             self.order_reason = directive.reason
-        # While the run rests, a ban without a reason repeats that of the rest.
+        # While the run is paused or over, a ban without a reason repeats that of the pause or end.
         is_repeated = directive.run_status != "running" and directive.reason == last.reason
         why = "" if is_repeated else directive.reason
         self.bans = {key: self.bans.get(key, why) for key in directive.banned}

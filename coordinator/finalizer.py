@@ -54,17 +54,17 @@ class Finalizer:
         self._newest = self._decoder.decode(encoded, Finalization) if encoded else None
         self._published = None
 
-    def final_count(self, accounts: Sequence[RoundCredits]) -> int:
+    def final_count(self, rounds: Sequence[RoundCredits]) -> int:
         """Return how many of these rounds, the first after the newest posted one, are final now."""
         held = self._view.held_state()
         # Depth alone is not enough: alone with a peer that withholds its updates, an owner would bind the swarm to a
         # branch that nobody can have. The state after a final record must be in hand, for everyone.
-        count = len(accounts) - (0 if self._ends_run(accounts) else self._spec.checkpoint.final_depth)
-        count = max(0, min(count, sum(a.round < held for a in accounts)))
-        count = self._count_backed([a.record for a in accounts[:count]])
+        count = len(rounds) - (0 if self._ends_run(rounds) else self._spec.checkpoint.final_depth)
+        count = max(0, min(count, sum(c.round < held for c in rounds)))
+        count = self._count_backed([c.record for c in rounds[:count]])
         theirs = self._view.final
-        for i, account in enumerate(accounts):
-            if theirs is not None and account.record == theirs.body.record:
+        for i, credits in enumerate(rounds):
+            if theirs is not None and credits.record == theirs.body.record:
                 count = max(count, i + 1)
         return count
 
@@ -82,14 +82,14 @@ class Finalizer:
             return count
         return next((i for i in range(len(path), count, -1) if self._view.count_backed(path[i - 1 : i])), count)
 
-    def _ends_run(self, accounts: Sequence[RoundCredits]) -> bool:
+    def _ends_run(self, rounds: Sequence[RoundCredits]) -> bool:
         """Return whether these rounds end the run, so that nothing is built on them unless the owner resumes it."""
         directive = self._view.directive
-        at_head = bool(accounts) and accounts[-1].record == self._view.head
+        at_head = bool(rounds) and rounds[-1].record == self._view.head
         if directive is not None and directive.body.run_status == "ended":
             return at_head
         return at_head and is_total_reached(
-            self._spec.total_tokens, self._chain.history.tokens + sum(a.tokens for a in accounts)
+            self._spec.total_tokens, self._chain.history.tokens + sum(c.tokens for c in rounds)
         )
 
     def sign(self, round_: Round, record: Digest) -> Signed[Finalization]:

@@ -67,7 +67,7 @@ class IndexedChain:
 
     def has_recent_work(self, peer: PeerKey) -> bool:
         """Return whether a peer has work that is pending, or in one of the `recent` rounds."""
-        return peer in self.pending or any(line.peer == peer for account in self.recent for line in account.lines)
+        return peer in self.pending or any(line.peer == peer for credits in self.recent for line in credits.lines)
 
     def is_final(self, round_: int) -> bool:
         """Return whether a round of this chain is posted."""
@@ -85,9 +85,9 @@ class IndexedChain:
     def points(self, last: int | None = None) -> list[RoundPoint]:
         """Return the last `last` posted rounds (None: all) and the open ones, for charts."""
         points, tokens = self.history.points(last), self.history.tokens
-        for account in self.open:
-            tokens += account.tokens
-            points.append(RoundPoint(account.round, tokens, account.loss, self.first_seen.get(account.record)))
+        for credits in self.open:
+            tokens += credits.tokens
+            points.append(RoundPoint(credits.round, tokens, credits.loss, self.first_seen.get(credits.record)))
         return points
 
     def restore(
@@ -112,23 +112,23 @@ class IndexedChain:
     ) -> None:  # fmt: skip
         """Append rounds that the ledger has posted; `beyond` are the open rounds after them."""
         added = list(added)
-        for account in added:
-            self.recent.append(account)
-            seen_at = self.first_seen.pop(account.record, None)
-            self.history.append(account.round, account.tokens, account.loss, seen_at)
+        for credits in added:
+            self.recent.append(credits)
+            seen_at = self.first_seen.pop(credits.record, None)
+            self.history.append(credits.round, credits.tokens, credits.loss, seen_at)
             if seen_at is not None:  # the others that were seen by then, of branches that lost
-                later = {a.record for a in (*added, *beyond)}
+                later = {c.record for c in (*added, *beyond)}
                 self.first_seen = {r: at for r, at in self.first_seen.items() if at > seen_at or r in later}
         self.posted = posted
         self._set(balances, beyond)
         self.audits.post(added, self._recent_rounds())
 
-    def set_open(self, accounts: Sequence[RoundCredits]) -> None:
-        self._set(self.balances, accounts)
+    def set_open(self, rounds: Sequence[RoundCredits]) -> None:
+        self._set(self.balances, rounds)
         self.audits.follow(self._recent_rounds())
 
     def _recent_rounds(self) -> RecentRounds:
-        return RecentRounds(self.open, {a.record: a for a in (*self.recent, *self.open)}, self.training_round - 1)
+        return RecentRounds(self.open, {c.record: c for c in (*self.recent, *self.open)}, self.training_round - 1)
 
     def _set(self, balances: Mapping[PeerKey, PeerBalances], beyond: Sequence[RoundCredits]) -> None:
         """Change all balances at once: no reader may see a round both settled and pending."""

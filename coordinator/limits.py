@@ -121,8 +121,8 @@ def caller_of(grpc_peer: str) -> str:
 
     `grpc_peer` is as gRPC writes it: "ipv4:1.2.3.4:5", "ipv6:%5B::1%5D:5", "ipv6:[::1]:5", "unix:...".
     """
-    kind, _, rest = grpc_peer.partition(":")
-    host = rest.rpartition(":")[0].replace("%5B", "").replace("%5D", "").strip("[]")
+    kind, _, remaining = grpc_peer.partition(":")
+    host = remaining.rpartition(":")[0].replace("%5B", "").replace("%5D", "").strip("[]")
     if kind not in ("ipv4", "ipv6"):
         return grpc_peer[:100]
     return network_of(host)

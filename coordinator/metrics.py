@@ -170,7 +170,7 @@ class _Swarm:
             ("cairn_tokens_goal", "Tokens that the run is to be trained on; 0: no end.", o.total_tokens),
             ("cairn_tokens_per_second", "Accepted tokens per second over the last rounds.", o.tokens_per_second),
             ("cairn_loss", "Training loss of the newest round.", o.loss),
-            ("cairn_round_contributors", "Peers in the newest round.", newest and len(newest.account.lines)),
+            ("cairn_round_contributors", "Peers in the newest round.", newest and len(newest.credits.lines)),
             ("cairn_round_absent", "Peers that trained and were not in the newest round.",
              len(newest.absent) if newest and newest.absent is not None else None),
             ("cairn_peers_diverged", "Peers whose state differs from the chain's.", len(o.diverged)),

@@ -31,7 +31,7 @@ CONVICTED = "convicted by this record: an earlier update was not trained as it c
 
 
 def non_participants(
-    account: RoundCredits,
+    credits: RoundCredits,
     inside: frozenset[PeerKey],
     before: frozenset[PeerKey],
     announced: Mapping[PeerKey, float],
@@ -45,7 +45,7 @@ def non_participants(
     reported once. `announced` says when updates for this round were received, `proposed` when the record was, None if
     that was not observed (unix seconds).
     """
-    guilty = set(account.convicted)
+    guilty = set(credits.convicted)
     found = [NonParticipation(peer, "convicted", CONVICTED) for peer in sorted(guilty)]
     found += [
         NonParticipation(peer, *_of_update(at, proposed))
@@ -55,7 +55,7 @@ def non_participants(
     for peer in sorted(members.keys() | before):
         if peer in inside or peer in announced or peer in guilty:
             continue
-        why = _of_peer(members.get(peer), account, peer in before, member_seconds)
+        why = _of_peer(members.get(peer), credits, peer in before, member_seconds)
         if why is not None:
             found.append(NonParticipation(peer, *why))
     return found
@@ -68,7 +68,7 @@ def _of_update(at: float, proposed: float | None) -> tuple[str, str]:
 
 
 def _of_peer(
-    h: ReceivedHeartbeat | None, account: RoundCredits, missed: bool, member_seconds: float
+    h: ReceivedHeartbeat | None, credits: RoundCredits, missed: bool, member_seconds: float
 ) -> tuple[str, str] | None:
     if h is None:
         return ("left", "left, or fell silent, after the round before")
@@ -81,11 +81,11 @@ def _of_peer(
         return None
     if beat.phase in ("joining", "syncing"):
         return "syncing", "was fetching the state of the run"
-    if beat.round < account.round:
-        back = account.round - beat.round
+    if beat.round < credits.round:
+        back = credits.round - beat.round
         return "behind", f"was {back} round{'s' * (back != 1)} behind"
-    if beat.round == account.round:
-        if beat.head != account.parent:
+    if beat.round == credits.round:
+        if beat.head != credits.parent:
             return "other branch", "was on another branch of the chain"
         if beat.phase == "exchanging":
             return "not received", "says that it announced; the announcement did not come here"

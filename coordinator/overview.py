@@ -62,7 +62,7 @@ class PeerOverview:
 class RoundOverview:
     """One round: its credits, its observation, and the names of absent peers (None: nothing was observed)."""
 
-    account: RoundCredits
+    credits: RoundCredits
     observed: RoundObservation | None
     absent: tuple[str, ...] | None
     final: bool
@@ -116,7 +116,7 @@ class Overview:
         return {"finished": f"finished: {self.message}", "ended": self.message}.get(self.health, "")
 
     @property
-    def rests(self) -> bool:
+    def is_halted(self) -> bool:
         """True while the run is paused and no peer works at the open round: this time is not part of the round."""
         return self.health == "paused" and not self.training
 
@@ -214,7 +214,7 @@ class OverviewBuilder:
 
         A record's child names the state after it; at the head, the majority of the peers does.
         """
-        named = {a.parent: a.base_state for a in self.chain.newest(NEWEST)}
+        named = {c.parent: c.base_state for c in self.chain.newest(NEWEST)}
         claims = [(p, h.head, h.state) for p in working if (h := p.heartbeat) is not None and h.state is not None]
         head = self.chain.head
         if head is not None and head[1] not in named:
@@ -258,7 +258,7 @@ class OverviewBuilder:
         if late > r.max_seconds + r.exchange_seconds + r.patience_seconds:
             return "stalled", f"{who}, but round {training} has not ended for {duration(late)}: the peers' logs say why"
         newest = chain.newest(4)
-        recent = {a.record for a in newest} | {a.parent for a in newest} | {genesis_digest(self.spec.run_id)}
+        recent = {c.record for c in newest} | {c.parent for c in newest} | {genesis_digest(self.spec.run_id)}
         strays = [p for p in working if self._off_branch(p, training, recent)]
         if 3 * len(strays) > len(working):
             names = ", ".join(p.name for p in strays[:5])
@@ -334,8 +334,8 @@ class OverviewBuilder:
             return "barred"
         return self.registry.phase(known, now)
 
-    def _certified_at(self, account: RoundCredits | None) -> float | None:
-        seen = None if account is None else self.observations.get(account.record)
+    def _certified_at(self, credits: RoundCredits | None) -> float | None:
+        seen = None if credits is None else self.observations.get(credits.record)
         return None if seen is None else seen.certified
 
     def _rounds_of_peers(self) -> tuple[dict[PeerKey, RoundCredits], dict[PeerKey, NonParticipation]]:
@@ -343,31 +343,31 @@ class OverviewBuilder:
         chain = self.chain
         head = chain.head[1] if chain.head else None
         if self._last_rounds[0] != head:
-            self._last_rounds = (head, {e.peer: a for a in reversed(chain.remembered) for e in a.lines})
+            self._last_rounds = (head, {e.peer: c for c in reversed(chain.remembered) for e in c.lines})
         seen = self.observations.get(head) if head is not None else None
         return self._last_rounds[1], {a.peer: a for a in (seen.absent or () if seen else ())}
 
     def _round_views(self, newest: list[RoundCredits]) -> tuple[RoundOverview, ...]:
         """Return overviews of rounds, each built once, and again when final: it may have thousands of names."""
         made = {}
-        for a in newest:
-            known = self._rounds.get(a.record)
-            final = self.chain.is_final(a.round)
-            made[a.record] = known if known is not None and known.final == final else self._round_view(a)
+        for credits in newest:
+            known = self._rounds.get(credits.record)
+            final = self.chain.is_final(credits.round)
+            made[credits.record] = known if known is not None and known.final == final else self._round_view(credits)
         self._rounds = made
         return tuple(made.values())
 
-    def _round_view(self, account: RoundCredits) -> RoundOverview:
-        final = self.chain.is_final(account.round)
-        return round_overview(account, self.observations.get(account.record), final, self.name_of)
+    def _round_view(self, credits: RoundCredits) -> RoundOverview:
+        final = self.chain.is_final(credits.round)
+        return round_overview(credits, self.observations.get(credits.record), final, self.name_of)
 
 
 def round_overview(
-    account: RoundCredits, observed: RoundObservation | None, final: bool, name_of: Callable[[PeerKey], str]
+    credits: RoundCredits, observed: RoundObservation | None, final: bool, name_of: Callable[[PeerKey], str]
 ) -> RoundOverview:
-    """Return the overview of one round from its account and its observation."""
+    """Return the overview of one round from its credits and its observation."""
     absent = None if observed is None or observed.absent is None else tuple(name_of(a.peer) for a in observed.absent)
-    return RoundOverview(account, observed, absent, final)
+    return RoundOverview(credits, observed, absent, final)
 
 
 def next_round_seconds(

@@ -118,7 +118,7 @@ class RoundObservations:
         self._early_proposals: BoundedDict[PeerKey, tuple[Digest, _Proposal]] = BoundedDict(MAX_EARLY_PROPOSALS)
         self._announcements: BoundedDict[Digest, Mapping[PeerKey, float]] = BoundedDict(MAX_ANNOUNCED)
         self._before: frozenset[PeerKey] = frozenset()
-        self._rested_at = 0.0
+        self._paused_at = 0.0
         self._bytes: dict[PeerKey, tuple[int, int]] = {}
         self._unsaved: deque[RoundObservation] = deque(maxlen=MAX_WITH_ABSENCES)
 
@@ -133,9 +133,9 @@ class RoundObservations:
     def __len__(self) -> int:
         return len(self._rounds)
 
-    def is_followed_by(self, account: RoundCredits) -> bool:
+    def is_followed_by(self, credits: RoundCredits) -> bool:
         """Return whether a round comes after the newest one here, rather than on another branch."""
-        return self._head in (None, account.parent)
+        return self._head in (None, credits.parent)
 
     def announcements(self, record: Digest) -> Mapping[PeerKey, float]:
         """Return the seconds from the round's first announcement to each peer's, of a recent round."""
@@ -167,14 +167,14 @@ class RoundObservations:
         self._unsaved.clear()
         return taken
 
-    def rest(self) -> None:
+    def note_pause(self) -> None:
         """Note that the run is paused.
 
         A round without an announcement begins when the run resumes, as it does for its peers.
         """
-        self._rested_at = self._now()
+        self._paused_at = self._now()
         if self.began is not None and not self._announced:
-            self.began = self._rested_at
+            self.began = self._paused_at
 
     def receive(self, message: Signed) -> None:
         """Take in a verified announcement or proposal; other messages are ignored."""
@@ -199,12 +199,12 @@ class RoundObservations:
         if proposal.record not in self._proposed and len(self._proposed) < MAX_PROPOSALS:
             self._proposed[proposal.record] = proposal
 
-    def decide(self, account: RoundCredits, members: Mapping[PeerKey, ReceivedHeartbeat]) -> RoundObservation:
+    def decide(self, credits: RoundCredits, members: Mapping[PeerKey, ReceivedHeartbeat]) -> RoundObservation:
         """Note that a record became the newest, with the members at this moment; return the observation."""
         now = self._now()
-        if account.parent != self._head:
-            self._turn_to(account.parent, None if (p := self._rounds.get(account.parent)) is None else p.certified)
-        inside = frozenset(e.peer for e in account.lines)
+        if credits.parent != self._head:
+            self._turn_to(credits.parent, None if (p := self._rounds.get(credits.parent)) is None else p.certified)
+        inside = frozenset(e.peer for e in credits.lines)
         first = self.first_announced
         # A reduced record changes while it gets its shards, so it is identified by the peers that it lists.
         proposed = min((p.at for p in self._proposed.values() if p.contributors == inside), default=None)
@@ -213,10 +213,10 @@ class RoundObservations:
         came = first is not None or proposed is not None  # else it was decided before this coordinator was there
         limit = self._member_seconds()
         training = sum(_works(h, limit) for h in members.values())
-        found = non_participants(account, inside, self._before, self._announced, proposed, members, limit)
+        found = non_participants(credits, inside, self._before, self._announced, proposed, members, limit)
         sent, received = self._traffic(members)
         seen = RoundObservation(
-            account.round, account.record, self.began if came else None, first, proposed, now, training, sent,
+            credits.round, credits.record, self.began if came else None, first, proposed, now, training, sent,
             received, tuple(found[:MAX_LISTED]), len(found),
         )  # fmt: skip
         self._rounds.renew(seen.record, seen)
@@ -225,11 +225,11 @@ class RoundObservations:
         self._unsaved.append(seen)
         self._forget()
         self._before = inside
-        self._turn_to(account.record, now)
+        self._turn_to(credits.record, now)
         return seen
 
     def _turn_to(self, head: Digest, began: float | None) -> None:
-        self._head, self.began = head, None if began is None else max(began, self._rested_at)
+        self._head, self.began = head, None if began is None else max(began, self._paused_at)
         self._announced, self._proposed = {}, {}
         for author, (parent, at) in list(self._early_updates.items()):
             if parent == head:

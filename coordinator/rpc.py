@@ -160,10 +160,10 @@ class CoordinatorService(stubs.CoordinatorServicer):
         if checkpoint is not None:
             reply.checkpoint, reply.checkpoint_round = checkpoint
         for r in o.rounds:
-            a, absent = r.account, r.absent or ()
+            credits, absent = r.credits, r.absent or ()
             reply.rounds.add(
-                round=a.round, tokens=a.tokens, loss=a.loss, contributors=len(a.lines), absent=absent[:MAX_ABSENT],
-                absent_total=len(absent), final=r.final,
+                round=credits.round, tokens=credits.tokens, loss=credits.loss, contributors=len(credits.lines),
+                absent=absent[:MAX_ABSENT], absent_total=len(absent), final=r.final,
             )  # fmt: skip
         reply.losses.extend(self._losses())
         for a in o.alerts:
@@ -182,9 +182,9 @@ class CoordinatorService(stubs.CoordinatorServicer):
 
     def _newest_checkpoint(self) -> tuple[Digest, int] | None:
         """Return the newest state that is a checkpoint and in the observer's store."""
-        for account in self._chain.remembered:
-            if account.round % self._spec.checkpoint.every == 0 and self._view.has_blob(account.base_state):
-                return account.base_state, account.round
+        for credits in self._chain.remembered:
+            if credits.round % self._spec.checkpoint.every == 0 and self._view.has_blob(credits.base_state):
+                return credits.base_state, credits.round
         genesis = self._spec.genesis.name
         return (genesis, 0) if self._view.has_blob(genesis) else None
 

@@ -231,9 +231,9 @@ class Coordinator:
         self._credit_news.set()
         self.control.tend()
 
-    def _observe(self, account: RoundCredits) -> None:
-        follows = self.observations.is_followed_by(account)
-        seen = self.observations.decide(account, self._view.heartbeats())
+    def _observe(self, credits: RoundCredits) -> None:
+        follows = self.observations.is_followed_by(credits)
+        seen = self.observations.decide(credits, self._view.heartbeats())
         if follows:  # the time of a round on another branch, or after a rollback, is counted already
             self._metrics.round_decided(seen)
 
@@ -296,7 +296,7 @@ class Coordinator:
             time=now, up=time.monotonic() - self._began, health=o.health, message=o.message, problem=o.problem,
             caught_up=self.indexer.caught_up, round=o.round,
             round_limit=r.max_seconds + r.exchange_seconds + r.patience_seconds,
-            losses=tuple(x.account.loss for x in o.rounds), training=o.training, diverged=o.diverged,
+            losses=tuple(x.credits.loss for x in o.rounds), training=o.training, diverged=o.diverged,
             resting=sum(p.phase == "resting" and p.last_round is not None for p in o.peers),
             disk_free=disk.free, disk_size=disk.total,
             validation_losses=self._archiver.newest_losses(), archive_problem=o.archive_problem,
@@ -312,8 +312,8 @@ class Coordinator:
             self._overview, began = None, time.monotonic()
             self.feed.publish(json_view.encode(self.api.event()))
             self._metrics.update(self.overview(), self._now())
-            if self.overview().rests:
-                self.observations.rest()
+            if self.overview().is_halted:
+                self.observations.note_pause()
             took = time.monotonic() - began
             await self._save_observations()
             await wait_at_most(self._news, 2)  # without news the ages of heartbeats change

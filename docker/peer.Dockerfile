@@ -28,7 +28,8 @@ VOLUME /data
 # of the swarm, and writes only that traffic.
 HEALTHCHECK --interval=30s --timeout=10s --start-period=10m --retries=4 \
     CMD ["sh", "-c", "find /data '(' -name status.json -o -name traffic.json ')' -mmin -2 | grep -q ."]
-# SIGTERM (`docker stop`) leaves in order: announces what is done, saves the rest. Allow it 60 s: --stop-timeout 60.
+# SIGTERM (`docker stop`) leaves in order: announces what is done, saves the remaining work. Allow it 60 s:
+# --stop-timeout 60.
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["tini", "--", "cairn"]
 CMD ["peer", "join", "--help"]

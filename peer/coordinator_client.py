@@ -313,8 +313,8 @@ class CoordinatorClient:
             *(_text(t, 300) for t in (m.description, m.contact, m.license)),
         )  # fmt: skip
 
-    async def account(self, peer: PeerKey) -> PeerCredits:
-        """Return a peer's earnings; all zero for an unknown peer. Raises CairnError."""
+    async def totals(self, peer: PeerKey) -> PeerCredits:
+        """Return a peer's totals; all zero for an unknown peer. Raises CairnError."""
         request = wire.AccountRequest(run=bytes(self._invite.run), peer=bytes(peer))
         m: wire.AccountReply = await self._call(lambda stub, t: stub.Account(request, timeout=t))
         return PeerCredits(_text(m.name), m.micro_credits_settled, m.micro_credits_pending, m.tokens, m.rounds)

@@ -137,7 +137,7 @@ def add_adapter(model: nn.Module, adapter: AdapterSettings) -> LoraConfig:
         raise SpecError(f"model.adapter: {one_line(e)}") from None
     for name, module in model.named_modules():
         if isinstance(module, peft.tuners.lora.LoraLayer) and module.get_base_layer() in ends:  # type: ignore[operator]
-            raise SpecError(f"model.adapter.targets: {name} is an embedding or the output head: name linear modules")
+            raise SpecError(f"model.adapter.targets: {name} is an embedding or the output layer: name linear modules")
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not name.endswith((f".lora_A.{NAME}.weight", f".lora_B.{NAME}.weight")):
             raise SpecError(f"model.adapter.targets: {name} is not of a linear module: name linear modules")
@@ -227,10 +227,10 @@ def quantised_forms(model: nn.Module, adapter: AdapterSettings) -> dict[str, Qua
 
 
 def _to_quantise(model: nn.Module) -> dict[str, nn.Linear]:
-    """Return the layers that a quantised base quantises: linear ones, but the head and those that share a weight."""
+    """Return the layers that a quantised base quantises: linear, not the output layer, no shared weight."""
     users = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    linear = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and m is not head}
+    output_layer = model.get_output_embeddings()  # type: ignore[operator]
+    linear = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and m is not output_layer}
     return {n: m for n, m in linear.items() if not m.weight.requires_grad and users[id(m.weight)] == 1}
 
 

@@ -123,6 +123,6 @@ def mean_size(codec: CodecSpec, layout: Layout) -> int:
 def _size(layout: Layout, encoded_size: Callable[[int], int]) -> int:
     size = HEADER
     for tensor in layout.tensors:
-        whole, rest = divmod(tensor.numel, BLOCK)
-        size += whole * encoded_size(BLOCK) + (encoded_size(rest) if rest else 0)
+        whole, remaining = divmod(tensor.numel, BLOCK)
+        size += whole * encoded_size(BLOCK) + (encoded_size(remaining) if remaining else 0)
     return size

@@ -71,11 +71,11 @@ def public_url(address: str) -> str | None:
 
 
 def _parse(address: str) -> tuple[str, re.Match[str]]:
-    protocol, _, rest = address.partition("://") if "://" in address else ("file", "", address)
+    protocol, _, remaining = address.partition("://") if "://" in address else ("file", "", address)
     form = _FORMS.get(protocol)
-    found = re.fullmatch(form, rest, re.ASCII) if form is not None and address.isprintable() else None
+    found = re.fullmatch(form, remaining, re.ASCII) if form is not None and address.isprintable() else None
     port = int(found.groupdict().get("port") or 80) if found is not None else 0
-    if found is None or ".." in rest.split("/") or port not in WEB_PORTS:
+    if found is None or ".." in remaining.split("/") or port not in WEB_PORTS:
         raise SpecError(
             f"{address[:100]!r} is no address of data: it begins with one of {', '.join(_FORMS)}, then ://, and has no "
             "user, query, fragment, revision, '..', '::', code like %2e for one of . / ? # %, nor a port below 1024 "

@@ -154,14 +154,14 @@ def mean_weights(windows: Sequence[int], cap: float) -> list[float]:
     most, n = Fraction(cap), len(windows)
     if n * most <= 1:
         return [1 / n] * n
-    rest = sum(windows)
+    remaining = sum(windows)
     level = Fraction(max(windows))
     for cut, largest in enumerate(sorted(windows, reverse=True)):
         # With `cut` updates at a common level, level = most * (cut * level + rest).
-        level = most * rest / (1 - cut * most) if cut else most * rest
+        level = most * remaining / (1 - cut * most) if cut else most * remaining
         if level >= largest:
             break
-        rest -= largest
+        remaining -= largest
     kept = [min(Fraction(w), level) for w in windows]
     total = sum(kept)
     return [float(w / total) for w in kept]

@@ -114,7 +114,7 @@ class AdapterSettings(Section):
     dtype: Literal["bfloat16", "float32", "int8", "nf4"] = Field(
         default="bfloat16",
         description="the frozen base's values, as its file has them; int8 and nf4 (8 and 4 bits): of linear layers but "
-        "the output head, all else being bfloat16",
+        "the output layer, all else being bfloat16",
     )
     addresses: Annotated[list[Address], FailFast(), Field(max_length=64)] = Field(
         default=[],

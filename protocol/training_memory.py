@@ -26,7 +26,7 @@ def model_bytes(layout: Layout, config: Mapping[str, Any], inner: InnerSpec, *, 
     """Return the bytes of weights, gradients and moments: fp32, but for moments of `eight_bit`.
 
     AdamW has two moments, Muon one. A matrix with a side of `vocab_size` counts as one that AdamW steps: the embedding,
-    or the head.
+    or the output layer.
     """
     moments, vocabulary = 0, config.get("vocab_size")
     for t in layout.tensors:

@@ -55,8 +55,8 @@ class ResidualMask:
 
     def _listed(self, numel: int) -> int:
         """Return the number of values that an update lists of a tensor's first `numel` coordinates."""
-        whole, rest = divmod(numel, BLOCK)
-        return whole * self._codec.kept + (self._codec.positions(rest).k if rest else 0)
+        whole, remaining = divmod(numel, BLOCK)
+        return whole * self._codec.kept + (self._codec.positions(remaining).k if remaining else 0)
 
     def _places(self, batch: Batch) -> list[tuple[slice, slice]]:
         """Return for each segment of a batch its rows, and the positions of their bits."""

@@ -301,7 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results: dict[str, Any] = {"honest": [], "runs": []}
     if options.json and options.json.exists():
         results = json.loads(options.json.read_text())
-    results |= report.header("adversaries", arguments, options.seeds) | {
+    results |= report.provenance("adversaries", arguments, options.seeds) | {
         "setting": {"peers": SWARM.peers, "steps": SWARM.steps, "batch": SWARM.batch, "window": SWARM.window,
                     "rounds": SWARM.rounds, "lr": SWARM.lr},
     }  # fmt: skip

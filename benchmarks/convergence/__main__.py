@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CairnError as e:
         print(f"benchmarks.convergence: {e}", file=sys.stderr)
         return 1
-    head = report.header("convergence", arguments, list(seeds))
+    provenance = report.provenance("convergence", arguments, list(seeds))
     run = partial(pool.results, folder=FOLDER / "results", processes=chosen.processes, compiled=chosen.compile)
     parameters = Setting.of(profile, 0).layout.numel
     print(f"{parameters:,} parameters, {profile.peers} peers of {profile.batch} windows of {profile.window} tokens, "
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.plot and "main" in sections:
         title = f"{parameters:,} parameters, {profile.peers} peers, equal data, tokens and global batch"
         tables.figure(sections["main"], chosen.plot, title)
-    results = head | {
+    results = provenance | {
         "setting": tables.setting(profile, parameters),
         **{name: [tables.as_json(m) for m in found] for name, found in sections.items()},
         "goals": goals.judged(sections["main"], profile, parameters) if "main" in sections else [],

@@ -6,8 +6,8 @@
 run's tokens are accepted. Needs root and iproute2 (see tests/wan). All peers share the cores, so computing takes far
 longer than on separate machines. The results are bytes, exchange times and loss, not wall-clock seconds.
 
-JSON: the fields of `benchmarks.report.header` and of `WanResult`. Wire bytes are IP bytes at a host's line; payload is
-what the node counts.
+JSON: the fields of `benchmarks.report.provenance` and of `WanResult`. Wire bytes are IP bytes at a host's line; payload
+is what the node counts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.convergence.job import CURVE_WINDOWS, FINAL_WINDOWS
 from benchmarks.convergence.setting import PROFILES, Setting
 from benchmarks.convergence.wan_hosts import Hosts, Wire, hosts
 from benchmarks.convergence.wan_run_file import Tables, tables_of, toml
-from benchmarks.report import header, save
+from benchmarks.report import provenance, save
 from cairn.demo.processes import Running, stop_all
 from coordinator.checkpoints.archive import read_manifest
 from coordinator.checkpoints.evaluation import load_archived, measure
@@ -349,7 +349,7 @@ def main() -> int:
     if reason := why_not():
         print(f"no emulated internet: {reason}", file=sys.stderr)
         return 2
-    head = header("convergence.over_wan", seeds=[options.seed])
+    about = provenance("convergence.over_wan", seeds=[options.seed])
     profile = PROFILES[options.profile]
     setting = Setting.of(profile, options.seed)
     codec: dict[str, Any] = {"kind": options.codec} | ({"k": options.k} if options.codec == "sparse" else {})
@@ -371,7 +371,7 @@ def main() -> int:
         return 1
     print(show(result))
     if options.json:
-        save(options.json, head | asdict(result))
+        save(options.json, about | asdict(result))
     return 0 if result.digests_equal else 1
 
 

@@ -12,7 +12,7 @@ powersgd8 send low-rank factors. albert is its largest example, with 5 s of matc
 internet was 15 s). delayed averages in the background, one step stale. large has a global batch 32 times as large, as
 its guide advises. `--free`: peers train on while they wait for others, so batches are larger than asked for.
 
-JSON: the fields of `benchmarks.report.header` and of `RivalResult`. Needs root and iproute2 (see tests/wan).
+JSON: the fields of `benchmarks.report.provenance` and of `RivalResult`. Needs root and iproute2 (see tests/wan).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from benchmarks.convergence.hivemind_job import Job
 from benchmarks.convergence.job import CURVE_WINDOWS
 from benchmarks.convergence.setting import PROFILES, Profile, Setting
 from benchmarks.convergence.wan_hosts import BenchError, Hosts, Wire, hosts
-from benchmarks.report import header, save
+from benchmarks.report import provenance, save
 from protocol.errors import CairnError
 from tests.wan import star, why_not
 
@@ -386,7 +386,7 @@ def main() -> int:
     if reason := why_not():
         print(f"no emulated internet: {reason}", file=sys.stderr)
         return 2
-    head = header("convergence.rival_hivemind", seeds=[o.seed])
+    about = provenance("convergence.rival_hivemind", seeds=[o.seed])
     try:
         result = run(
             o.variant, PROFILES[o.profile], seed=o.seed, lr=o.lr, steps=o.steps, free=o.free, micro=o.micro,
@@ -397,7 +397,7 @@ def main() -> int:
         return 1
     print(show(result))
     if o.json:
-        save(o.json, head | asdict(result))
+        save(o.json, about | asdict(result))
     return 0
 
 

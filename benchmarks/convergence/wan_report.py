@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.report import header, save, table
+from benchmarks.report import provenance, save, table
 
 Result = Mapping[str, Any]
 
@@ -26,7 +26,7 @@ Result = Mapping[str, Any]
 def joined(results: Sequence[Result], arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Return one result with the runs by their system."""
     seeds = sorted({seed for r in results for seed in r["seeds"]})
-    return header("convergence.wan_report", arguments, seeds) | {
+    return provenance("convergence.wan_report", arguments, seeds) | {
         "cairn": [r for r in results if "exchange_seconds" in r],
         "hivemind": [r for r in results if "variant" in r],
         "goals": [],

@@ -36,7 +36,7 @@ from protocol.wire import coordinator_pb2 as wire
 TICK = os.sysconf("SC_CLK_TCK")
 
 RATES = {"Account": 167.0, "Admit": 17.0, "GetRun": 17.0, "Status": 10.0}
-"""Calls a second of 10,000 peers: an account each minute, all admitted again within ten minutes; twenty watchers."""
+"""Calls a second of 10,000 peers: totals each minute, all admitted again within ten minutes; twenty watchers."""
 
 if "Receipts" in wire.DESCRIPTOR.services_by_name["Coordinator"].methods_by_name:
     RATES["Receipts"] = 17.0  # each peer's within ten minutes
@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = report.command_line(__doc__ or "", "coordinator").parse_args(arguments)
     quick = options.quick
     seconds = 6.0 if quick else 20.0
-    head = report.header("coordinator", arguments, seeds=[2])
+    provenance = report.provenance("coordinator", arguments, seeds=[2])
     sizes = (100, 10_000) if quick else (100, 1000, 10_000)
     growth = [
         grown(n, seconds, 20, {k: v * n / 10_000 for k, v in RATES.items()} | {"Status": 2.0}) for n in sizes[:-1]
@@ -155,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     growth.append(grown(sizes[-1], seconds, 20 if quick else 200, RATES))
     flood = flooded(10_000, seconds, 10.0 if quick else 30.0)
     hour = one_hour(1000, 10 if quick else 60)
-    results = head | {"growth": growth, "flood": flood, "hour": hour, "goals": goals(growth, flood, hour)}
+    results = provenance | {"growth": growth, "flood": flood, "hour": hour, "goals": goals(growth, flood, hour)}
     return report.ended(results, options, show(results))
 
 

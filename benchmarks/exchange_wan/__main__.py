@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         options.ordinary_user, options.warm,
     )  # fmt: skip
     rows = old_rows(options.json) if options.add and options.json else []
-    head, failed = report.header("exchange_wan", argv), False
+    provenance, failed = report.provenance("exchange_wan", argv), False
     for name in wanted:
         keep = options.keep / name if options.keep else None
         try:
@@ -87,12 +87,12 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{name}: {e}", file=sys.stderr)
             failed = True
             continue
-        row |= {k: head[k] for k in ("commit", "changed", "date", "machine")}
+        row |= {k: provenance[k] for k in ("commit", "changed", "date", "machine")}
         rows = [r for r in rows if key(r) != key(row)] + [row]
         print(line(row), flush=True)
         if options.json:
-            report.save(options.json, results(rows, head))
-    found = results(rows, head)
+            report.save(options.json, results(rows, provenance))
+    found = results(rows, provenance)
     return max(int(failed), report.ended(found, options, "\n" + show(found)))
 
 
@@ -125,11 +125,11 @@ def old_rows(file: Path) -> list[dict[str, Any]]:
     return json.loads(file.read_text())["rows"] if file.exists() else []
 
 
-def results(rows: Sequence[Mapping[str, Any]], head: Mapping[str, Any]) -> dict[str, Any]:
+def results(rows: Sequence[Mapping[str, Any]], provenance: Mapping[str, Any]) -> dict[str, Any]:
     """Return the JSON's content, with the rows in the table's order."""
     order = list(SYSTEMS)
     ordered = sorted(rows, key=lambda r: (*key(r)[1:], order.index(r["name"])))
-    return {**head, "rows": ordered, "goals": goals(ordered)}
+    return {**provenance, "rows": ordered, "goals": goals(ordered)}
 
 
 def goals(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ SIDE = 1024
 WINDOW = 8
 TARGET = 1000
 """Windows that end a round: far more than all peers have done before it is to begin."""
-HEAD = "benchmarks.exchange_wan"
+PACKAGE = "benchmarks.exchange_wan"
 PAUSE = 2.5
 
 
@@ -93,17 +93,17 @@ def _codec(kind: str, **more: Any) -> dict[str, Any]:
 
 def _cairn(says: str, kind: str, *, udp: bool = True, **more: Any) -> System:
     says = f"Cairn, {says}" + ("" if udp else ", UDP blocked")
-    return System(f"{HEAD}.cairn_peer", says, codec=_codec(kind, **more), udp=udp)
+    return System(f"{PACKAGE}.cairn_peer", says, codec=_codec(kind, **more), udp=udp)
 
 
 def _tcp(kind: str, **more: Any) -> System:
     return System(
-        f"{HEAD}.tcp_peer", f"the same bytes between plain TCP processes ({kind})", codec=_codec(kind, **more)
+        f"{PACKAGE}.tcp_peer", f"the same bytes between plain TCP processes ({kind})", codec=_codec(kind, **more)
     )
 
 
 def _hivemind(says: str, wire: str, width: float) -> System:
-    return System(f"{HEAD}.hivemind_peer", says, {"compression": wire}, width=width)
+    return System(f"{PACKAGE}.hivemind_peer", says, {"compression": wire}, width=width)
 
 
 SYSTEMS: dict[str, System] = {
@@ -120,7 +120,7 @@ SYSTEMS: dict[str, System] = {
     "hivemind-u8": _hivemind("hivemind's averager, u8", "uint8", 1.0),
     "hivemind-fp16": _hivemind("hivemind's averager, fp16", "fp16", 2.0),
     "hivemind-none": _hivemind("hivemind's averager, fp32", "none", 4.0),
-    "gloo": System(f"{HEAD}.gloo_peer", "torch.distributed, gloo, fp32", width=4.0),
+    "gloo": System(f"{PACKAGE}.gloo_peer", "torch.distributed, gloo, fp32", width=4.0),
 }
 """In the order of the table."""
 

@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args(arguments)
     seeds, sizes = (options.seeds[:1], options.peers[:1]) if options.quick else (options.seeds, options.peers)
-    results: dict[str, Any] = report.header("finetune", arguments, seeds)
+    results: dict[str, Any] = report.provenance("finetune", arguments, seeds)
     before = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
     results |= {"sizes": sizes, "runs": list(before.get("runs", []))}
     with tempfile.TemporaryDirectory(prefix="cairn-finetune-") as folder:

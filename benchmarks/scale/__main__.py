@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     for file in o.add:
         rows += json.loads(file.read_text())["rows"]
-    results: dict[str, Any] = report.header("scale", argv) | {"rows": rows}
+    results: dict[str, Any] = report.provenance("scale", argv) | {"rows": rows}
     for parameters in o.parameters.split(","):
         for codec in o.codec.split(","):
             for exchange in o.exchange.split(","):

@@ -33,7 +33,7 @@ REDUCE_SECONDS = 3.0e-9
 """To check a slice of an update and add it to a sum: of one core, a parameter, measured there too."""
 
 EFFICIENCY = 0.82
-"""Share of the lines that blobs fill, packets' heads not counted: what four real peers fill (docs/results/scale.md)."""
+"""Share of the lines that blobs fill, without packets' headers: what four real peers fill (docs/results/scale.md)."""
 
 MACHINES = 32
 

@@ -192,7 +192,7 @@ def main(argv: list[str] | None = None) -> int:
     cases = QUICK if options.quick else CASES
     if options.only:
         cases = [c for c in cases if c.name in options.only.split(",")]
-    results: dict[str, Any] = report.header("transfer", argv) | {"rows": []}
+    results: dict[str, Any] = report.provenance("transfer", argv) | {"rows": []}
     for case in cases:
         results["rows"].append(measured(case))
         r = results["rows"][-1]

@@ -166,11 +166,11 @@ async def _wait_for_last_state(run: OwnedRun) -> None:
         while True:
             info, status = await client.get_run_again(), await client.status()
             here = _present(status)
-            last, at_rest = info.last, bool(info.over) and all(p.phase == "paused" for p in here)
-            if at_rest and last is None:
+            last, is_over = info.last, bool(info.over) and all(p.phase == "paused" for p in here)
+            if is_over and last is None:
                 click.echo("the run ends before its first round")
                 return
-            if at_rest and last is not None and last.state is not None:
+            if is_over and last is not None and last.state is not None:
                 click.echo(f"the last state, of round {last.round}, is archived in {run.folder / 'checkpoints'}")
                 return
             waited = time.monotonic() - began
@@ -205,7 +205,7 @@ def ban(run: Path, keys: set[PeerKey], home: Path, reason: str) -> None:
         if len(banned) > MAX_BANNED:
             raise CairnError(f"at most {MAX_BANNED} peers can be banned: let the run admit by invite, or by list")
         click.echo(f"banning {', '.join(k.short for k in sorted(keys))} at once; {_in_force(status)}")
-        return replace(status.body, banned=banned, reason=reason or _reason_to_rest(status))
+        return replace(status.body, banned=banned, reason=reason or _kept_reason(status))
 
     opened = open_run(run, home)
     if unknown := asyncio.run(_unknown(opened, keys)):
@@ -237,12 +237,12 @@ def unban(run: Path, keys: set[PeerKey], home: Path, reason: str) -> None:
             raise CairnError(f"{', '.join(k.short for k in missing)} is not banned")
         click.echo(f"letting in {', '.join(k.short for k in sorted(keys))}; {_in_force(status)}")
         banned = tuple(k for k in status.body.banned if k not in keys)
-        return replace(status.body, banned=banned, reason=reason or _reason_to_rest(status))
+        return replace(status.body, banned=banned, reason=reason or _kept_reason(status))
 
     _order(open_run(run, home), change)
 
 
-def _reason_to_rest(status: RunStatus) -> str:
+def _kept_reason(status: RunStatus) -> str:
     """Return why the run is paused or ended, which an order without a reason of its own keeps; "" while it runs."""
     return "" if status.body.run_status == "running" else status.body.reason
 
@@ -274,7 +274,7 @@ def policy(run: Path, settings: tuple[str, ...], from_round: int, home: Path, re
         click.echo(f"changing {', '.join(settings)} {when}")
         if moved := moved_changes(status, first):
             click.echo(moved, err=True)
-        return replace(status.body, changes=changes, from_round=Round(first), reason=reason or _reason_to_rest(status))
+        return replace(status.body, changes=changes, from_round=Round(first), reason=reason or _kept_reason(status))
 
     _order(opened, change)
 
@@ -440,5 +440,5 @@ async def _wait_until_spread(client: Any) -> None:
             break
         await asyncio.sleep(0.3)
     many = "peer has" if reply.informed == 1 else "peers have"
-    rest = "" if reply.informed >= reply.peers else f"; the other {reply.peers - reply.informed} get it from them"
-    click.echo(f"ordered: {reply.informed} {many} received it{rest}")
+    remaining = "" if reply.informed >= reply.peers else f"; the other {reply.peers - reply.informed} get it from them"
+    click.echo(f"ordered: {reply.informed} {many} received it{remaining}")

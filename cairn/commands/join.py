@@ -162,8 +162,8 @@ def member_options(command: Callable[..., None]) -> Callable[..., None]:
 def join(**options: Any) -> None:
     """Join the run that INVITE names, and train until Ctrl-C.
 
-    Ctrl-C announces what is done, saves the rest and leaves; the same command resumes. `cairn peer pause` gives you
-    the devices back for a while.
+    Ctrl-C announces what is done, saves the remaining work and leaves; the same command resumes. `cairn peer pause`
+    gives you the devices back for a while.
     """
     join_run(JoinOptions(**options))
 
@@ -366,7 +366,7 @@ async def run_node(node: Node, screen: PeerScreen, stopping: asyncio.Future[Any]
             node.leave()
             log.info(
                 "leaving%s (mostly 10 s, at most a minute)",
-                "" if is_auditor else ": announcing what is done, saving the rest",
+                "" if is_auditor else ": announcing what is done, saving the remaining work",
             )
         for task in beside:
             task.cancel()
@@ -412,8 +412,8 @@ async def ask_for_credits(membership: Enrollment, screen: PeerScreen, members: C
                 screen.page = page
                 log.info("this peer on the run's page: %s", page)
             asked = True
-            account = await client.account(key)
-            screen.earnings = PeerEarnings(account.micro_credits_settled, account.micro_credits_pending, account.rounds)
+            totals = await client.totals(key)
+            screen.earnings = PeerEarnings(totals.micro_credits_settled, totals.micro_credits_pending, totals.rounds)
         except CairnError:
             if screen.earnings is not None:
                 screen.earnings = replace(screen.earnings, fresh=False)

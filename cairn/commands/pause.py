@@ -30,8 +30,9 @@ pause = _run_command(
     "pause",
     """Have this machine's devices back within seconds: its peers rest until `cairn peer resume`.
 
-    The peers hand in what they have trained, and save the rest. Name one run by INVITE, or by the start of its id;
-    otherwise all rest. A pause ends with the peer's process.
+    The peers hand in what they have trained, and save the remaining work. Logs and the run's page then call them
+    "resting"; "paused" is an order of the run's owner. Name one run by INVITE, or by the start of its id; otherwise all
+    rest. A pause ends with the peer's process.
     """,
 )
 resume = _run_command("resume", """Train again after `cairn peer pause`. INVITE as there.""")

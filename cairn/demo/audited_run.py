@@ -45,8 +45,8 @@ def write_audited_run(source: Path, out: Path, founders: Sequence[PeerKey]) -> P
             if table.get(field):
                 table[field] = _absolute(table[field], source.parent)
     reasons = {(c.table, c.field): c.why for c in changes}
-    head = f"# Made by `cairn demo --liars` from {source.name}. Where it differs, a comment says why."
-    write_whole(out, "\n".join([head, *_lines(tables, (), reasons)]) + "\n")
+    heading = f"# Made by `cairn demo --liars` from {source.name}. Where it differs, a comment says why."
+    write_whole(out, "\n".join([heading, *_lines(tables, (), reasons)]) + "\n")
     return out
 
 

@@ -168,8 +168,8 @@ def llama_of(parameters: int, window: int) -> dict[str, Any]:
         "hidden_size": hidden,
         "intermediate_size": _intermediate(hidden),
         "num_hidden_layers": layers,
-        "num_attention_heads": hidden // _head(hidden),
-        "num_key_value_heads": hidden // _head(hidden),
+        "num_attention_heads": hidden // _head_size(hidden),
+        "num_key_value_heads": hidden // _head_size(hidden),
         "max_position_embeddings": window,
         "tie_word_embeddings": True,
         "vocab_size": vocabulary,
@@ -191,7 +191,7 @@ def _widths(layers: int) -> range:
     return range(max(step, 32 * layers // step * step), 160 * layers + step, step)
 
 
-def _head(hidden: int) -> int:
+def _head_size(hidden: int) -> int:
     return 128 if hidden >= 2048 and hidden % 128 == 0 else 64
 
 

@@ -124,15 +124,15 @@ def _adapter_line(adapter: AdapterSettings, model: RunModel) -> str:
     )
 
 
-def dtypes_line(adapter: AdapterSettings, config: dict[str, Any], rest: int) -> str:
-    """Tell the memory of a GPU for each dtype of the base, which decides whose cards suffice. `rest`: without a base.
+def dtypes_line(adapter: AdapterSettings, config: dict[str, Any], other_bytes: int) -> str:
+    """Tell the memory of a GPU for each dtype of the base, which decides whose cards suffice.
 
-    A model without linear layers of torch has no smaller base than in bfloat16.
+    `other_bytes`: without a base. A model without linear layers of torch has no smaller base than in bfloat16.
     """
     dtypes = ("bfloat16", "int8", "nf4")
     held = {d: held_bytes(config, adapter.model_copy(update={"dtype": d}), "cuda") for d in dtypes}
     each = ", ".join(
-        f"{size_text(rest + n)} with {d}" for d, n in held.items() if d == dtypes[0] or n < held[dtypes[0]]
+        f"{size_text(other_bytes + n)} with {d}" for d, n in held.items() if d == dtypes[0] or n < held[dtypes[0]]
     )
     return f"cards: model.adapter.dtype decides which suffice: a GPU needs about {each}"
 

@@ -1,1 +1,1 @@
-"""Credits: the log and its signed heads, receipts, plausibility, the leaderboard, exports."""
+"""Credits: the log, receipts, plausibility, the leaderboard, exports."""

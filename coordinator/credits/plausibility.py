@@ -35,17 +35,17 @@ class PlausibilityCheck:
         rate = flops / (milliseconds * 10**9)
         return f"{rate:.3g} teraflops a second over {milliseconds / 1000:.0f} s: at most {self._limit} are believed"
 
-    def verdicts(self, account: RoundCredits, seen_at: float, since: dict[PeerKey, float]) -> list[Verdict]:
+    def verdicts(self, credits: RoundCredits, seen_at: float, since: dict[PeerKey, float]) -> list[Verdict]:
         """Return verdicts on the lines of a round, seen first-hand at `seen_at`, that cannot be true.
 
         `since` is the time (unix seconds) from which each peer can have worked at its update; peers without one are not
         judged.
         """
         found = []
-        for line in account.lines:
+        for line in credits.lines:
             # A start after this record was seen means that the clock was set back: nothing is known.
             if (start := since.get(line.peer)) is None or start > seen_at:
                 continue
             if reason := self.problem(line, seen_at - start):
-                found.append(Verdict(account.record, line.peer, reason))
+                found.append(Verdict(credits.record, line.peer, reason))
         return found

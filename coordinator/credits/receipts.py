@@ -69,16 +69,16 @@ class Receipts:
     async def note(self, newest: Sequence[RoundCredits]) -> None:
         """Store which announced updates these rounds (newest first) left out. Raises LedgerError."""
         refusals: list[RefusedUpdate] = []
-        for account in newest[:LOOK_BACK]:
-            accepted = {line.peer: line.update for line in account.lines}
-            for announced in self._view.announced(account.parent):
+        for credits in newest[:LOOK_BACK]:
+            accepted = {line.peer: line.update for line in credits.lines}
+            for announced in self._view.announced(credits.parent):
                 header = announced.header
-                key = (account.record, header.digest)
+                key = (credits.record, header.digest)
                 if accepted.get(header.author) == header.digest or key in self._noted:
                     continue
-                reason = why_not(announced, account, header.author in accepted, replayable=self._is_replayable)
+                reason = why_not(announced, credits, header.author in accepted, replayable=self._is_replayable)
                 refusals.append(
-                    RefusedUpdate(account.round, account.parent, account.record, header.author, header.digest, reason,
+                    RefusedUpdate(credits.round, credits.parent, credits.record, header.author, header.digest, reason,
                             self._now())
                 )  # fmt: skip
         for i in range(0, len(refusals), AT_ONCE):
@@ -145,15 +145,15 @@ def void_reason(line: CreditedLine) -> str:
     return f"by the conviction in round {line.voided_in} for the update of round {line.convicted_for}"
 
 
-def why_not(announced: AnnouncedUpdate, account: RoundCredits, has_another: bool, *, replayable: bool) -> str:
+def why_not(announced: AnnouncedUpdate, credits: RoundCredits, has_another: bool, *, replayable: bool) -> str:
     """Return the reason in a receipt, for people: at most MAX_REASON bytes."""
-    if announced.header.author in account.convicted:
+    if announced.header.author in credits.convicted:
         return "the record convicts this peer"
     if announced.flaw:
         return _cut(f"it breaks a rule of the chain: {announced.flaw}")
     if has_another:
         return "another update of this peer was accepted in this round"
-    if announced.header.body.base_state != account.base_state:
+    if announced.header.body.base_state != credits.base_state:
         return "it starts from another state than the round's: this peer's state had drifted"
     work = "its work is lost: this run is replayable" if replayable else "its work goes into this peer's next update"
     if announced.late:

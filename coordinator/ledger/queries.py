@@ -72,7 +72,7 @@ class LedgerQueries:
         )
         return [RoundRow(Round(r[0]), Digest(r[1]), Digest(r[2]), *r[3:]) for r in rows]
 
-    def accounts(self, *, after: int = -1, limit: int = 100) -> list[RoundCredits]:
+    def round_credits(self, *, after: int = -1, limit: int = 100) -> list[RoundCredits]:
         """Return rounds of the branch with their lines, without verdicts, in ascending order from the one after."""
         rows = self._db.query(
             "SELECT round, record, parent, base_state, loss, number FROM rounds "
@@ -191,8 +191,8 @@ class LedgerQueries:
 
         `open_rounds` are the rounds of the branch that are not final.
         """
-        carried = {(v.record, v.peer) for account in open_rounds for v in account.verdicts}
-        records = [bytes(account.record) for account in open_rounds[:MAX_OPEN]]
+        carried = {(v.record, v.peer) for credits in open_rounds for v in credits.verdicts}
+        records = [bytes(credits.record) for credits in open_rounds[:MAX_OPEN]]
         rows = self._db.query(
             "SELECT v.record, v.peer, v.reason FROM verdicts v LEFT JOIN rounds r ON r.record = v.record "
             "LEFT JOIN peers p ON p.peer = v.peer LEFT JOIN lines l ON l.number = r.number AND l.peer = p.id "

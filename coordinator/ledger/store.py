@@ -135,7 +135,7 @@ class Ledger(LedgerQueries):
 
     # -- the index -------------------------------------------------------------------------------------------
 
-    def post(self, account: RoundCredits, *, finalization: bytes | None = None) -> bool:
+    def post(self, credits: RoundCredits, *, finalization: bytes | None = None) -> bool:
         """Fold in a final round; return False if it is posted already.
 
         `finalization` is the owner's, an envelope. Raises LedgerConflictError if another record of this round is
@@ -143,23 +143,23 @@ class Ledger(LedgerQueries):
         """
         with self._writing():
             fold = self._current()
-            if account.round < fold.rounds and account.rollback is None:
-                self._check_same(account, fold)
+            if credits.round < fold.rounds and credits.rollback is None:
+                self._check_same(credits, fold)
                 return False
-            if account.round < fold.rounds and fold.record_of(account.round) == account.record:
-                self._check_same(account, fold)
+            if credits.round < fold.rounds and fold.record_of(credits.round) == credits.record:
+                self._check_same(credits, fold)
                 return False
             epoch = fold.epoch
-            step = fold.add(account)
+            step = fold.add(credits)
             if fold.epoch != epoch:
-                self._cut_branch(account.round, fold.epoch)
-            self._write(account, step, finalization)
+                self._cut_branch(credits.round, fold.epoch)
+            self._write(credits, step, finalization)
             self._write_balances(step.peers, fold)
-            seen_at = self.first_seen_at(account.record)
-            rows = [(seen_at, bytes(line.peer)) for line in account.lines]
+            seen_at = self.first_seen_at(credits.record)
+            rows = [(seen_at, bytes(line.peer)) for line in credits.lines]
             self._db.many("UPDATE balances SET last_at = ? WHERE peer = (SELECT id FROM peers WHERE peer = ?)", rows)
-            self._db.query("DELETE FROM first_seen WHERE round <= ?", (account.round,))
-            past = account.round - self._rule.hold_rounds
+            self._db.query("DELETE FROM first_seen WHERE round <= ?", (credits.round,))
+            past = credits.round - self._rule.hold_rounds
             self._db.query("DELETE FROM verdicts WHERE round < ?", (past,))
             # Receipts are of final rounds: nobody can get one of a record that did not become final.
             self._db.query(
@@ -168,38 +168,38 @@ class Ledger(LedgerQueries):
             )
         return True
 
-    def _check_same(self, account: RoundCredits, fold: CreditFold) -> None:
-        record = fold.record_of(account.round)
-        if record != account.record:
+    def _check_same(self, credits: RoundCredits, fold: CreditFold) -> None:
+        record = fold.record_of(credits.round)
+        if record != credits.record:
             raise LedgerConflictError(
-                f"round {account.round} is posted with record {record.short}, but the chain now says "
-                f"{account.record.short}: a final was reverted. Credits stand as they are; keep {self.where} and find "
+                f"round {credits.round} is posted with record {record.short}, but the chain now says "
+                f"{credits.record.short}: a final was reverted. Credits stand as they are; keep {self.where} and find "
                 "out who signed two finals with the run's key before going on"
             )
-        if self.accounts(after=account.round - 1, limit=1)[0].lines != account.lines:
+        if self.round_credits(after=credits.round - 1, limit=1)[0].lines != credits.lines:
             raise LedgerConflictError(
-                f"the ledger's lines for round {account.round} are not what record {record.short} earns: the "
+                f"the ledger's lines for round {credits.round} are not what record {record.short} earns: the "
                 f"model's parameters or the credit rule are not those of this run, or {self.where} was altered"
             )
 
-    def _write(self, account: RoundCredits, step: FoldStep, finalization: bytes | None) -> None:
+    def _write(self, credits: RoundCredits, step: FoldStep, finalization: bytes | None) -> None:
         """Write a round, its lines, and what it voids and settles."""
         self._db.query(
             "INSERT INTO rounds (number, round, on_branch, record, parent, base_state, loss, tokens, time, seen_at, "
             "final) VALUES (?, ?, 1, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (step.number, account.round, bytes(account.record), bytes(account.parent), bytes(account.base_state),
-             account.loss, account.tokens, self._time(), self.first_seen_at(account.record), finalization),
+            (step.number, credits.round, bytes(credits.record), bytes(credits.parent), bytes(credits.base_state),
+             credits.loss, credits.tokens, self._time(), self.first_seen_at(credits.record), finalization),
         )  # fmt: skip
-        peers = self._peer_ids(line.peer for line in account.lines)
+        peers = self._peer_ids(line.peer for line in credits.lines)
         rows = [
             (step.number, i, peers[line.peer], bytes(line.update), line.windows, line.micro_credits)
-            for i, line in enumerate(account.lines)
+            for i, line in enumerate(credits.lines)
         ]
         self._db.many("INSERT INTO lines (number, line, peer, header, windows, micro_credits) "
                       "VALUES (?, ?, ?, ?, ?, ?)", rows)  # fmt: skip
         for number, i in step.voided:
             self._db.query("UPDATE lines SET voided_by = ? WHERE number = ? AND line = ?", (step.number, number, i))
-        self._write_audits(account, step.number)
+        self._write_audits(credits, step.number)
         if step.settled:
             self._db.query("UPDATE state SET settled = ?", (step.settled[-1] + 1,))
             # Reports on an update concern nobody once its credit has settled without a decision.
@@ -211,10 +211,10 @@ class Ledger(LedgerQueries):
                 (step.settled[0], step.settled[-1]),
             )
 
-    def _write_audits(self, account: RoundCredits, number: int) -> None:
+    def _write_audits(self, credits: RoundCredits, number: int) -> None:
         """Write the work reports and decisions of a round."""
         rows = []
-        for i, report in enumerate(account.reports):
+        for i, report in enumerate(credits.reports):
             b = report.body
             scores = json.dumps([[s.name, s.value, s.threshold] for s in b.scores])
             rows.append((number, i, bytes(b.record), bytes(b.update), bytes(report.author), b.check, scores))
@@ -223,11 +223,11 @@ class Ledger(LedgerQueries):
             "VALUES (?, ?, ?, ?, ?, ?, ?)",
             rows,
         )
-        peers = self._peer_ids(dict.fromkeys(d.author for d in account.decisions))
+        peers = self._peer_ids(dict.fromkeys(d.author for d in credits.decisions))
         self._db.many(
             "INSERT INTO decisions (number, record, peer, convicted, refuted) VALUES (?, ?, ?, ?, ?)",
             [(number, bytes(d.record), peers[d.author], int(d.convicted), b"".join(d.refuted))
-             for d in account.decisions],
+             for d in credits.decisions],
         )  # fmt: skip
 
     def _time(self) -> int:

@@ -125,16 +125,16 @@ class PageApi:
             return None
         chain, newest = self.chain, []
         settled, pending = self._balances(key)
-        for account in chain.newest(NEWEST_OF_PEER):
-            entry = next((e for e in account.lines if e.peer == key), None)
-            seen = self.observations.get(account.record)
+        for credits in chain.newest(NEWEST_OF_PEER):
+            entry = next((e for e in credits.lines if e.peer == key), None)
+            seen = self.observations.get(credits.record)
             absence = next((a for a in (seen.absent or () if seen else ()) if a.peer == key), None)
             if entry is not None or absence is not None:
                 newest.append(
                     {
-                        "round": account.round,
-                        "record": str(account.record),
-                        "final": self.chain.is_final(account.round),
+                        "round": credits.round,
+                        "record": str(credits.record),
+                        "final": self.chain.is_final(credits.round),
                         "tokens": entry.tokens if entry else 0,
                         "micro_credits": entry.micro_credits if entry else 0,
                         "absence": None if absence is None else json_view.absence(absence),
@@ -200,7 +200,7 @@ class PageApi:
         chain = self.chain
         before = min(before, chain.head[0] + 1 if chain.head else 0)
         first = max(0, before - limit)
-        remembered = {int(a.round): a for a in chain.remembered if first <= a.round < before}
+        remembered = {int(c.round): c for c in chain.remembered if first <= c.round < before}
         if len(remembered) == before - first:
             found = [remembered[r] for r in range(first, before)]
         else:
@@ -209,21 +209,21 @@ class PageApi:
         return {"rounds": rows, "next": first if first > 0 else None}
 
     async def round(self, number: int) -> dict[str, Any] | None:
-        account = await self._one(number)
-        if account is None:
+        credits = await self._one(number)
+        if credits is None:
             return None
-        announced = dict(self.observations.announcements(account.record))
-        return json_view.round_page(self._round_view(account), announced, self.name_of)
+        announced = dict(self.observations.announcements(credits.record))
+        return json_view.round_page(self._round_view(credits), announced, self.name_of)
 
     async def certificate(self, number: int) -> dict[str, Any] | None:
-        account = await self._one(number)
-        found = None if account is None else await self.view.certificates_after(account.parent, 1)
-        if account is None or not found or found[0].digest != account.record:
+        credits = await self._one(number)
+        found = None if credits is None else await self.view.certificates_after(credits.parent, 1)
+        if credits is None or not found or found[0].digest != credits.record:
             return None
         return json_view.certificate(found[0], self.name_of)
 
     async def _one(self, number: int) -> RoundCredits | None:
-        found = next((a for a in self.chain.remembered if a.round == number), None)
+        found = next((c for c in self.chain.remembered if c.round == number), None)
         if found is not None:
             return found
         rows = await self._read(number - 1, 1)
@@ -233,15 +233,15 @@ class PageApi:
         """Return rounds after a number: posted ones, then open ones. Raises TooManyError."""
         free = self._reads.take(None)
         try:
-            accounts = await self.ledger.read(lambda ledger: ledger.accounts(after=after, limit=limit))
+            rounds = await self.ledger.read(lambda ledger: ledger.round_credits(after=after, limit=limit))
         finally:
             free()
-        at = accounts[-1].round if accounts else after
-        return accounts + [a for a in self.chain.open if a.round > at][: limit - len(accounts)]
+        at = rounds[-1].round if rounds else after
+        return rounds + [c for c in self.chain.open if c.round > at][: limit - len(rounds)]
 
-    def _round_view(self, account: RoundCredits) -> RoundOverview:
+    def _round_view(self, credits: RoundCredits) -> RoundOverview:
         return round_overview(
-            account, self.observations.get(account.record), self.chain.is_final(account.round), self.name_of
+            credits, self.observations.get(credits.record), self.chain.is_final(credits.round), self.name_of
         )
 
     def charts(self) -> dict[str, Any]:

@@ -206,7 +206,7 @@ def credit_routes(log: CreditLog) -> list[Route]:
     return [*routes, Route("/api/export/credits.{form}", LimitedEndpoint(export, exports), methods=["GET"])]
 
 
-async def _chained(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _chained(first: bytes, remaining: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     yield first
-    async for piece in rest:
+    async for piece in remaining:
         yield piece

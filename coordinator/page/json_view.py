@@ -108,15 +108,15 @@ _SAID_BY_ITSELF = (
 
 
 def round_row(r: RoundOverview, name_of: NameOf) -> dict[str, Any]:
-    a, observed = r.account, r.observed
+    credits, observed = r.credits, r.observed
     return {
-        "round": a.round,
-        "record": str(a.record),
-        "tokens": a.tokens,
-        "loss": rounded(a.loss),
+        "round": credits.round,
+        "record": str(credits.record),
+        "tokens": credits.tokens,
+        "loss": rounded(credits.loss),
         "final": r.final,
-        "contributors": [_named(e.peer, name_of) for e in a.lines[:SHOWN]],
-        "contributors_total": len(a.lines),
+        "contributors": [_named(e.peer, name_of) for e in credits.lines[:SHOWN]],
+        "contributors_total": len(credits.lines),
         "absent": None if observed is None or observed.absent is None else _absent(observed.absent[:SHOWN], name_of),
         "absent_total": 0 if observed is None else observed.absent_total,
         "observed": None if observed is None else _times(observed),
@@ -125,14 +125,14 @@ def round_row(r: RoundOverview, name_of: NameOf) -> dict[str, Any]:
 
 def round_page(r: RoundOverview, announced: dict[PeerKey, float], name_of: NameOf) -> dict[str, Any]:
     """Return a whole round; `announced` are seconds from the first announcement to each."""
-    a, observed = r.account, r.observed
+    credits, observed = r.credits, r.observed
     return round_row(r, name_of) | {
-        "parent": str(a.parent),
-        "base_state": str(a.base_state),
-        "micro_credits": a.micro_credits,
+        "parent": str(credits.parent),
+        "base_state": str(credits.base_state),
+        "micro_credits": credits.micro_credits,
         "contributors": [
             _entry(e, name_of) | {"announced_seconds": None if (t := announced.get(e.peer)) is None else round(t, 2)}
-            for e in a.lines
+            for e in credits.lines
         ],
         "absent": None if observed is None or observed.absent is None else _absent(observed.absent, name_of),
     }

@@ -191,14 +191,14 @@ class TrainerLink:
         stream = self._process.stdout
         if stream is None:
             return
-        rest = b""
+        remaining = b""
         while data := await stream.read(1 << 14):
-            *lines, rest = (rest + data).split(b"\n")
-            rest = rest[-_STDERR_LINE:]
+            *lines, remaining = (remaining + data).split(b"\n")
+            remaining = remaining[-_STDERR_LINE:]
             for line in lines:
                 self._keep(line)
-        if rest:
-            self._keep(rest)
+        if remaining:
+            self._keep(remaining)
 
     def _keep(self, line: bytes) -> None:
         text = line[:_STDERR_LINE].decode(errors="replace").strip()

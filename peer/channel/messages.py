@@ -206,11 +206,11 @@ class WriteCheckpoint(_Message):
 class Orders(_Message):
     """The trainer's orders, by the owner's directives and the user's wish, until the next message. Not answered.
 
-    `rests`: train nothing. `max_update_windows`: maximum number of windows that an update may claim. `target_tokens`:
+    `is_idle`: train nothing. `max_update_windows`: maximum number of windows that an update may claim. `target_tokens`:
     the swarm's tokens of a round.
     """
 
-    rests: bool
+    is_idle: bool
     max_update_windows: Count
     target_tokens: Count
 

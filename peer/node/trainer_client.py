@@ -232,7 +232,7 @@ class TrainerClient:
 
     async def _send_orders(self) -> None:
         if self._orders is not None and self._supervisor is not None:
-            orders = replace(self._orders, rests=self._orders.rests or self._holds)
+            orders = replace(self._orders, is_idle=self._orders.is_idle or self._holds)
             with contextlib.suppress(TrainerDied):  # the next process receives them when it is ready
                 await self._supervisor.send(orders)
 

@@ -18,7 +18,7 @@ from peer.durable import link_into
 from peer.errors import SavedStateError, TrainingError
 from peer.memory_map import mapped_files
 from peer.training.backend import TrainingBackend
-from peer.training.error_feedback import AcceptedUpdate, ErrorFeedbackAccount
+from peer.training.error_feedback import AcceptedUpdate, FeedbackContents
 from peer.training.exchange_point import ExchangePoint
 from peer.training.layers import Report
 from peer.training.round_files import RoundFiles
@@ -73,7 +73,7 @@ class BaseState(ThreadOwned):
         """Hold nothing yet, but read what was saved in `folder`. `threads`: CPU threads that hash a state."""
         super().__init__()
         self.codec = make_codec(spec.codec, spec.model.layout)
-        self.ledger = ErrorFeedbackAccount(
+        self.feedback_contents = FeedbackContents(
             backend.outer, Reduction(self.codec), spec.codec.beta, folder, backend.device, report
         )
         self.record: Digest | None = None
@@ -136,7 +136,9 @@ class BaseState(ThreadOwned):
         first, end, steps = claim
         rebase = self._rebase_window(windows, first)
         made = UndecidedUpdate(ask.parent, blob_digest(blob), len(blob), first, rebase, end, steps, loss.mean)
-        manifest = TrainerManifest(ask.parent, self.round, replace(windows, announced=made), dict(self.ledger.entries))
+        manifest = TrainerManifest(
+            ask.parent, self.round, replace(windows, announced=made), dict(self.feedback_contents.entries)
+        )
         try:
             link_into(self._folder.keep_update(made.blob, blob, manifest), ask.out)
         except OSError:
@@ -164,12 +166,12 @@ class BaseState(ThreadOwned):
         """Return the blob of all progress that was not sent yet."""
         blob = self._outer.announce()
         self._exchange.loss = self._exchange.loss.restarted()
-        self.ledger.decay()
+        self.feedback_contents.decay()
         return blob
 
     def _take_back(self, blob: bytes) -> None:
         """Undo `_announce`, for the update could not be kept."""
-        self.ledger.take_back(blob)
+        self.feedback_contents.take_back(blob)
 
     def _rebase_window(self, windows: WindowAccounting, first: int) -> int:
         """Return the header's field for an update that claims windows from `first` on."""
@@ -305,19 +307,19 @@ class BaseState(ThreadOwned):
         mine = windows.announced
         # Every other update was dealt with when its round was applied.
         newest = mine and mine.blob
-        undecided = {*self.ledger.entries, move.unsaved, newest}
+        undecided = {*self.feedback_contents.entries, move.unsaved, newest}
         # The newest first: its announcement's decay is undone only before anything else is put back.
         missed = sorted(move.missed, key=lambda blob: blob is None or blob_digest(blob) != newest)
-        put_back = [blob is not None and self.ledger.missed(blob, newest) for blob in missed]
+        put_back = [blob is not None and self.feedback_contents.missed(blob, newest) for blob in missed]
         for name, update in move.accepted.items():
             if name in undecided:
-                self.ledger.accepted(name, update)
+                self.feedback_contents.accepted(name, update)
         is_open = False
-        if mine is not None and mine.end > move.next_window and not self.ledger.holds_all_of(mine.blob):
+        if mine is not None and mine.end > move.next_window and not self.feedback_contents.holds_all_of(mine.blob):
             is_open = mine.parent == move.record
             if not is_open:
                 blob = self._missed_blob(self._folder.update_file(mine.blob))
-                put_back.append(blob is not None and self.ledger.missed(blob, newest))
+                put_back.append(blob is not None and self.feedback_contents.missed(blob, newest))
                 if not put_back[-1]:
                     windows = windows.lost()  # no update carries their work, so none may claim them
         kept = bool(put_back) and all(put_back)
@@ -327,7 +329,7 @@ class BaseState(ThreadOwned):
     def _tidy(self, unsaved: Iterable[TrainerManifest]) -> None:
         announced = self._exchange.windows.announced
         try:
-            self._folder.tidy(announced and announced.blob, self.ledger.entries, unsaved)
+            self._folder.tidy(announced and announced.blob, self.feedback_contents.entries, unsaved)
         except OSError as e:
             self._report("warning", "saved-state", f"{self._folder.folder} cannot be tidied: {e}")
 
@@ -342,7 +344,7 @@ class BaseState(ThreadOwned):
         try:
             return self._files.update(path)
         except (OSError, CodecError) as e:
-            self.ledger.report_lost(e)
+            self.feedback_contents.report_lost(e)
             return None
 
     def _own(self, contributions: Sequence[Contribution], shards: ReducedShards) -> dict[Digest, AcceptedUpdate]:
@@ -355,7 +357,7 @@ class BaseState(ThreadOwned):
         try:
             return self._own(self._files.contributions(update), partial(mapped_files, update.parts))
         except (OSError, CodecError) as e:
-            self.ledger.report_untransmitted_lost(e)
+            self.feedback_contents.report_untransmitted_lost(e)
             return {}
 
     # -- what survives a restart -------------------------------------------------------------------------------
@@ -368,7 +370,7 @@ class BaseState(ThreadOwned):
         self._exchange.assert_held()
         if self.record is None or self._is_announcing:
             return None
-        entries, steps = dict(self.ledger.entries), self._backend.optimizer_steps
+        entries, steps = dict(self.feedback_contents.entries), self._backend.optimizer_steps
         return SavedState(self.record, self.round, self._exchange.windows, entries, steps, {}, {}, {})
 
     def _resume_saved(self, next_window: int) -> bool:
@@ -388,7 +390,7 @@ class BaseState(ThreadOwned):
             self._backend.resume(saved, everything=False)
             return False
         self._exchange.windows = windows
-        self.ledger.entries = dict(saved.restored)
+        self.feedback_contents.entries = dict(saved.restored)
         self._backend.resume(saved, everything=bool(saved.feedback))
         return True
 

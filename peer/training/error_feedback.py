@@ -1,4 +1,4 @@
-"""The account of our updates whose values lie in the error feedback.
+"""The contents of the error feedback: our updates whose values lie in it.
 
 All values of an update that missed its round are in it. Of one that a reduced round accepted, only those are in it that
 the reduced shards left out (see `protocol.untransmitted`). An update's fate may be reported several times, as
@@ -24,10 +24,10 @@ from protocol.reduce import Reduction
 from protocol.untransmitted import untransmitted
 
 MAX_ENTRIES = 64
-"""Maximum number of updates in the account."""
+"""Maximum number of updates in the feedback."""
 
 FORGOTTEN = 1e-3
-"""An entry whose values have decayed to this factor leaves the account."""
+"""An entry whose values have decayed to this factor is forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class AcceptedUpdate:
 
 
 @dataclass
-class ErrorFeedbackAccount:
+class FeedbackContents:
     """Part of the base state, and changed under the exchange point's lock, as the feedback itself."""
 
     outer: OuterSide

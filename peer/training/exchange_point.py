@@ -4,8 +4,8 @@ Each thread owns its state (see `thread_owned`). The lock guards what the other 
 
 - The step loop changes the model's parameters and the optimizer's moments only while it holds the lock. The request
   handler's thread, which makes updates, therefore always finds them between two steps.
-- Anchor, error feedback and ledger change only under the lock. The thread that trains therefore copies a consistent
-  state when it saves them.
+- Anchor, error feedback and its contents change only under the lock. The thread that trains therefore copies a
+  consistent state when it saves them.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def flops_per_token(model: nn.Module, window: int) -> int | None:
 
     `window`: tokens of a window. `model` may be on the meta device. The count is PaLM's (appendix B): 6 for each
     parameter that activations are multiplied with, and 12 * layers * heads * head size * window for attention. The
-    former are matrices, and the output head even if it is the embedding, but no look-ups, norms and biases. The latter
+    former are matrices, and the output layer even if it is the embedding, but no look-ups, norms and biases. The latter
     is of the whole window, not of the causal half; a layer with sliding attention has no more than its span. Work that
     is repeated to save memory counts once. A frozen parameter counts 4: it has no gradient of its own.
     """
@@ -80,9 +80,9 @@ def flops_per_token(model: nn.Module, window: int) -> int | None:
         return None  # convolutions, states, stacked experts
     matrices = hidden_matrices(model)
     multiplied: list[Tensor] = [p for n, p in model.named_parameters() if n in matrices]
-    head = model.get_output_embeddings()
-    if isinstance(head, nn.Linear):
-        multiplied.append(head.weight)
+    output_layer = model.get_output_embeddings()
+    if isinstance(output_layer, nn.Linear):
+        multiplied.append(output_layer.weight)
     attended = _attended(config, window)
     heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
     if attended is None or not isinstance(heads, int) or not isinstance(hidden, int):

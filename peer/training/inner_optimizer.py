@@ -283,11 +283,11 @@ class InnerOptimizer:
 def hidden_matrices(model: nn.Module) -> frozenset[str]:
     """Return the names of the parameters that Muon steps: matrices that map one hidden activation to another.
 
-    Embeddings and the output head are not among them: their rows are looked up or scored one by one (Jordan et al.
+    Embeddings and the output layer are not among them: their rows are looked up or scored one by one (Jordan et al.
     2024).
     """
     outside = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-    if isinstance(head, nn.Linear):
-        outside.add(id(head.weight))
+    output_layer = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    if isinstance(output_layer, nn.Linear):
+        outside.add(id(output_layer.weight))
     return frozenset(n for n, p in model.named_parameters() if p.ndim == 2 and id(p) not in outside)

@@ -76,12 +76,12 @@ class StepLoop(ThreadOwned):
         """True when a state is held and the next update may claim another step (without overlap: and none is open)."""
         self.assert_owner()
         windows = self._exchange.windows
-        if self._orders.rests or (not self._overlap and windows.announced is not None):
+        if self._orders.is_idle or (not self._overlap and windows.announced is not None):
             return False
         return self._exchange.holds_state and windows.room(self._orders.max_update_windows) >= self._spec.inner.batch
 
     def set_orders(self, orders: Orders) -> None:
-        """Apply new orders; with `rests`, also drop the current step."""
+        """Apply new orders; with `is_idle`, also drop the current step."""
         self.assert_owner()
         self._orders = orders
 
@@ -98,7 +98,7 @@ class StepLoop(ThreadOwned):
         def go_on() -> bool:
             between()
             is_same = self._exchange.windows.counter == first and self._dropped == dropped
-            return self._exchange.holds_state and is_same and not self._orders.rests
+            return self._exchange.holds_state and is_same and not self._orders.is_idle
 
         step = self._inner.forward_backward(windows, go_on)
         if step is None:

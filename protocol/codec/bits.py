@@ -48,8 +48,8 @@ def unpack(packed: Tensor, count: int, width: int) -> Tensor:
     spread = torch.zeros((n, words, 8), dtype=torch.uint8, device=packed.device)
     whole = packed.shape[1] // width
     spread[:, :whole, :width] = packed[:, : whole * width].view(n, whole, width)
-    if rest := packed.shape[1] - whole * width:
-        spread[:, whole, :rest] = packed[:, whole * width :]
+    if remaining := packed.shape[1] - whole * width:
+        spread[:, whole, :remaining] = packed[:, whole * width :]
     x = spread.view(n, words * 8).view(torch.int64)
     for step in (4, 2, 1):
         low = _lanes(width * step, 16 * step)

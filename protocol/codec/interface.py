@@ -298,8 +298,8 @@ class Codec(ABC):
         return self._offsets[tensor_slice.index] + before, self._blocks_size(tensor_slice.numel)
 
     def _blocks_size(self, numel: int) -> int:
-        whole, rest = divmod(numel, BLOCK)
-        return whole * self.encoded_size(BLOCK) + (self.encoded_size(rest) if rest else 0)
+        whole, remaining = divmod(numel, BLOCK)
+        return whole * self.encoded_size(BLOCK) + (self.encoded_size(remaining) if remaining else 0)
 
     def _read(
         self, blobs: Sequence[Blob], batch: Batch, device: torch.device | str, how: Callable[[Tensor, int], T]

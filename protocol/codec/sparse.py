@@ -61,12 +61,12 @@ class SparseCodec(Codec):
         lo, hi = two_levels(magnitudes)
         high = (magnitudes - lo) > (hi - magnitudes)
         codes = high.to(torch.uint8) | (torch.signbit(values).to(torch.uint8) << 1)
-        rest = values - _values(lo, hi, codes)
+        remaining = values - _values(lo, hi, codes)
         parts = [encode_scales(torch.cat([lo, hi], 1)), pack(codes, 2)]
         if chosen is None:
-            x.copy_(rest)
+            x.copy_(remaining)
         else:
-            x.scatter_(1, chosen, rest)
+            x.scatter_(1, chosen, remaining)
             parts.insert(1, coding.encode(chosen))
         return torch.cat(parts, 1)
 

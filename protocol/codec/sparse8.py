@@ -42,11 +42,11 @@ class Sparse8Codec(Codec):
         chosen = None if coding.dense else topk(x, coding.k)  # NaN is taken for the largest of all
         values = x if chosen is None else x.gather(1, chosen)
         scale, codes = quantise(values)
-        rest = values - dequantise(scale, codes)
+        remaining = values - dequantise(scale, codes)
         if chosen is None:
-            x.copy_(rest)
+            x.copy_(remaining)
         else:
-            x.scatter_(1, chosen, rest)
+            x.scatter_(1, chosen, remaining)
         positions = [] if chosen is None else [coding.encode(chosen)]
         return torch.cat([encode_scales(scale), *positions, codes.view(torch.uint8)], 1)
 

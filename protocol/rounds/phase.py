@@ -23,7 +23,7 @@ class Phase(str, Enum):
     """The trainer holds the state that the open round starts from. Nothing is announced yet."""
 
     PAUSED = "paused"
-    """As `TRAINING`, but the owner wants no update: the trainer makes no steps."""
+    """As `TRAINING`, but the owner wants no update, or audits bar this peer: the trainer makes no steps."""
 
     EXCHANGING = "exchanging"
     """Our update of the open round is announced."""

@@ -25,7 +25,7 @@ def record(round_: int) -> Digest:
 
 
 @cache
-def account(round_: int) -> RoundCredits:
+def round_credits(round_: int) -> RoundCredits:
     """Three to six peers, of windows that differ."""
     lines = []
     for i, key in enumerate(_KEYS):
@@ -42,8 +42,8 @@ def verdicts_on(round_: int) -> tuple[Verdict, ...]:
     """Return the verdict on the first line of some rounds; none on the others."""
     if round_ < 0 or round_ % VOIDED_EVERY:
         return ()
-    a = account(round_)
-    return (Verdict(a.record, a.lines[0].peer, "chaos"),)
+    c = round_credits(round_)
+    return (Verdict(c.record, c.lines[0].peer, "chaos"),)
 
 
 def admitted(number: int) -> AdmissionRow:

@@ -30,11 +30,11 @@ def _not_the_story(ledger: Ledger) -> list[str]:
     last = ledger.last()
     count = last[0] + 1 if last else 0
     found, expected = [], {}
-    if ledger.accounts(limit=count + 10) != [replace(story.account(n), verdicts=()) for n in range(count)]:
+    if ledger.round_credits(limit=count + 10) != [replace(story.round_credits(n), verdicts=()) for n in range(count)]:
         found.append("the rounds are not those that were posted")
     for n in range(count):
         settled = count - 1 - n >= story.SPEC.credit.hold_rounds
-        for i, line in enumerate(story.account(n).lines):
+        for i, line in enumerate(story.round_credits(n).lines):
             voided = i == 0 and bool(story.verdicts_on(n)) and n < count - 1
             kind = "voided" if voided else "settled" if settled else "pending"
             s = expected.get(line.peer, PeerBalances())

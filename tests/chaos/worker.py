@@ -54,7 +54,7 @@ async def _work(where: str, acknowledge: Callable[[str], None], rounds: int) -> 
 
 
 async def _post(thread: threads.LedgerThread, acknowledge: Callable[[str], None], number: int) -> None:
-    await thread.run(lambda ledger: ledger.post(story.account(number)))
+    await thread.run(lambda ledger: ledger.post(story.round_credits(number)))
     acknowledge(f"round {number}")
 
 
@@ -97,13 +97,13 @@ def _one_by_one(ledger: Ledger, jobs) -> None:
 class _InTwoTransactions(store.Ledger):
     """Writes a round first, and the balances that follow from it then."""
 
-    def post(self, account: RoundCredits, *, finalization: bytes | None = None) -> bool:
+    def post(self, credits: RoundCredits, *, finalization: bytes | None = None) -> bool:
         with self._writing():
             fold = self._current()
-            if account.round < fold.rounds:
+            if credits.round < fold.rounds:
                 return False
-            step = fold.add(account)
-            self._write(account, step, finalization)
+            step = fold.add(credits)
+            self._write(credits, step, finalization)
         with self._db.transaction():
             self._write_balances(step.peers, fold)
         return True

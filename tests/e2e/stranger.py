@@ -12,7 +12,7 @@ from typing import Any
 from peer.coordinator_client import CoordinatorClient
 from peer.store import Store
 from peer.swarm import Handlers, Swarm
-from peer.swarm.transfer.frames import REPLY_HEAD_BYTES, BlobOp, BlobReply, BlobRequest, parse_reply_head
+from peer.swarm.transfer.frames import REPLY_PREFIX_BYTES, BlobOp, BlobReply, BlobRequest, parse_reply_prefix
 from protocol.codec import make_codec
 from protocol.envelope import claimed_kind
 from protocol.errors import ProtocolError
@@ -149,7 +149,7 @@ class Stranger:
         reader, writer = await self.swarm.open_blob_stream(self.world.key(name), 60)
         try:
             writer.write(BlobRequest(BlobOp.CHUNK, blob).encode())
-            status, length = parse_reply_head(await ended(reader.readexactly(REPLY_HEAD_BYTES)), CHUNK)
+            status, length = parse_reply_prefix(await ended(reader.readexactly(REPLY_PREFIX_BYTES)), CHUNK)
             return BlobReply(status, await ended(reader.readexactly(length)))
         finally:
             writer.close()

@@ -1,4 +1,4 @@
-"""A peer that sends noise for the largest claims: audits find it, a jury convicts it, and it rests."""
+"""A peer that sends noise for the largest claims: audits find it, a jury convicts it, and it is barred."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ async def test_a_peer_that_sends_noise_is_convicted_and_rests_and_nobody_else_is
         code, out = await repeated(world, body.round, str(next(k for k in body.contributors if k != liar)))
         assert code == 0 and "result    passed" in out, out
 
-        # It rests and says so, and no record lists it. Its credit is void.
-        await world.until("the liar rests", lambda: world.has_logged(LIAR, "THIS PEER IS CONVICTED"))
+        # It is barred and says so, and no record lists it. Its credit is void.
+        await world.until("the liar is barred", lambda: world.has_logged(LIAR, "THIS PEER IS CONVICTED"))
         at = world.branch("ada").height
         await world.round_after(HONEST, 3)
         late = world.branch("ada").path[at + 1 :]
@@ -97,8 +97,8 @@ async def test_a_peer_that_sends_noise_is_convicted_and_rests_and_nobody_else_is
 
         async def is_void() -> bool:
             async with CoordinatorClient(world.invite, timeout=60.0) as client:
-                account = await client.account(liar)
-            return account.micro_credits_settled == account.micro_credits_pending == 0
+                totals = await client.totals(liar)
+            return totals.micro_credits_settled == totals.micro_credits_pending == 0
 
         await world.until("its credit is void", is_void, every=0.5)
 

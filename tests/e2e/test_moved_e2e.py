@@ -113,8 +113,8 @@ async def test_who_brings_the_invite_of_the_first_day_enters_wherever_the_coordi
         async with CoordinatorClient(world.invite) as client:
 
             async def credited(name: str) -> bool:
-                account = await client.account(world.key(name))
-                return account.micro_credits_settled + account.micro_credits_pending > 0
+                totals = await client.totals(world.key(name))
+                return totals.micro_credits_settled + totals.micro_credits_pending > 0
 
             for name in [*everybody, "donald"]:
                 await world.until(f"{name} is credited", lambda n=name: credited(n))

@@ -186,8 +186,8 @@ async def test_training_goes_on_without_the_coordinator_which_then_catches_up_an
     await swarm.until("the ledger holds all rounds of the outage", settled, every=0.5)
     check_same({n: swarm.branch(n) for n in [*PEERS, "coordinator"]})
     check_ledger(swarm)
-    account = await account_of(swarm, "grace")
-    assert account.micro_credits_settled > 0 and swarm.key("grace") == grace
+    totals = await totals_of(swarm, "grace")
+    assert totals.micro_credits_settled > 0 and swarm.key("grace") == grace
 
 
 def check_ledger(world: World) -> None:
@@ -215,9 +215,9 @@ def check_ledger(world: World) -> None:
     ]  # fmt: skip
 
 
-async def account_of(world: World, name: str) -> PeerCredits:
+async def totals_of(world: World, name: str) -> PeerCredits:
     async with CoordinatorClient(world.invite) as client:
-        return await client.account(world.key(name))
+        return await client.totals(world.key(name))
 
 
 @pytest.mark.long

@@ -33,11 +33,11 @@ async def test_the_owner_pauses_resumes_bans_and_rolls_back_a_run(swarm: World):
     assert "pausing at once" in said and "received it" in said
     paused = "paused by the run's owner"
 
-    def all_rest() -> bool:
+    def all_paused() -> bool:
         shown = [world.snapshot(n) for n in PEERS]
         return all(s is not None and paused in s.orders and s.phase == "paused" for s in shown)
 
-    await world.until("all rest", all_rest)
+    await world.until("all are paused", all_paused)
     assert "moving house" in world.snapshot_left("ada").orders
 
     def progress() -> list[tuple[int, int]]:

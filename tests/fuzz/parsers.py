@@ -403,21 +403,21 @@ def _addresses() -> Parser:
 def _frames() -> Parser:
     request = frames.BlobRequest(frames.BlobOp.CHUNK, digest("blob"), 7).encode()
 
-    head = frames.BlobReply(frames.ReplyStatus.OK, bytes(100)).head()
+    prefix = frames.BlobReply(frames.ReplyStatus.OK, bytes(100)).prefix()
 
     def parse(data: bytes) -> None:
         assert frames.BlobReply(frames.ReplyStatus.BUSY, data).reason.isprintable()
         if len(data) == frames.REQUEST_BYTES:
             assert frames.parse_request(data).encode() == data
-        elif len(data) == frames.REPLY_HEAD_BYTES:
-            assert frames.parse_reply_head(data, CHUNK)[1] <= CHUNK
+        elif len(data) == frames.REPLY_PREFIX_BYTES:
+            assert frames.parse_reply_prefix(data, CHUNK)[1] <= CHUNK
 
     def mutate(rng: random.Random, data: bytes) -> bytes:
         """Fields have a fixed size: streams are read by it."""
         changed = mutate_bytes(rng, data)
         return changed[: len(data)].ljust(len(data), b"\0") if rng.random() < 0.9 else changed
 
-    return Parser("stream frames", [request, head], mutate, parse, (ProtocolError,))
+    return Parser("stream frames", [request, prefix], mutate, parse, (ProtocolError,))
 
 
 def _queries() -> Parser:

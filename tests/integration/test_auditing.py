@@ -125,9 +125,9 @@ class World:
 
     async def post(self, rounds: int) -> None:
         for _ in range(rounds):
-            account = credits_of(self.swarm.chain.add({1: 40, 2: 30, 3: 20}), RULE)
+            credits = credits_of(self.swarm.chain.add({1: 40, 2: 30, 3: 20}), RULE)
             self.clock[0] += 61
-            await self.ledger.run(lambda ledger, a=account: ledger.post(a))
+            await self.ledger.run(lambda ledger, c=credits: ledger.post(c))
         balances = await self.ledger.read(lambda ledger: ledger.balances())
         self.indexed.restore(None, (), RoundHistory(), {}, balances)
         await self.board.refresh()
@@ -407,9 +407,9 @@ async def test_a_branch_that_the_swarm_does_not_follow_is_named(tmp_path, monkey
         w.chains = {peer(1).key: chain}
         w.swarm.chain = lighter
         for _ in range(2):
-            account = credits_of(lighter.add({8: 5}), RULE)
+            credits = credits_of(lighter.add({8: 5}), RULE)
             w.clock[0] += 61
-            await w.ledger.run(lambda ledger, a=account: ledger.post(a))
+            await w.ledger.run(lambda ledger, c=credits: ledger.post(c))
         found = await w.found()
         assert any("not in the chain" in f or "not on the chain that the swarm follows" in f for f in found)
 
@@ -420,9 +420,9 @@ async def test_a_rollback_is_clean_also_when_members_have_left_the_branch(tmp_pa
         w.swarm.chain = old.fork(6)
         await w.rollback(old.certificates[5].digest)
         for _ in range(4):
-            account = credits_of(w.swarm.chain.add({1: 50, 2: 50}), RULE)
+            credits = credits_of(w.swarm.chain.add({1: 50, 2: 50}), RULE)
             w.clock[0] += 61
-            await w.ledger.run(lambda ledger, a=account: ledger.post(a))
+            await w.ledger.run(lambda ledger, c=credits: ledger.post(c))
         found = await w.audit()
         assert len(found.report.unproved) == 2 and found.report.findings == []
         w.swarm.left = old.certificates[6:]
@@ -437,9 +437,9 @@ async def test_what_the_coordinator_alone_tells_of_a_rollback_is_not_what_member
         w.chains = {peer(1).key: w.chain()}
         w.swarm.chain = members.fork(6)
         await w.rollback(record)
-        account = credits_of(w.swarm.chain.add({8: 5}), RULE)
+        credits = credits_of(w.swarm.chain.add({8: 5}), RULE)
         w.clock[0] += 61
-        await w.ledger.run(lambda ledger: ledger.post(account))
+        await w.ledger.run(lambda ledger: ledger.post(credits))
         w.swarm.left = members.certificates[6:]
         found = await w.audit()
         assert any("no member that was asked knows of rollback 1" in d.message for d in found.report.unproved)
@@ -454,9 +454,9 @@ async def test_rounds_long_past_are_the_chains_also_after_a_rolled_back_one_was_
         await w.rollback(old.certificates[5].digest)
         w.swarm.left = old.certificates[6:]
         for _ in range(12):
-            account = credits_of(w.swarm.chain.add({1: 50, 2: 50}), RULE)
+            credits = credits_of(w.swarm.chain.add({1: 50, 2: 50}), RULE)
             w.clock[0] += 61
-            await w.ledger.run(lambda ledger, a=account: ledger.post(a))
+            await w.ledger.run(lambda ledger, c=credits: ledger.post(c))
         found = await w.audit()
         assert found.clean, result_lines(found)
 
@@ -480,9 +480,9 @@ async def test_a_branch_of_the_owners_own_is_named_though_its_certificates_are_g
     async with made(tmp_path, monkeypatch, rounds=5) as w:
         lighter = w.swarm.chain.fork(5)
         w.swarm.chain.add({1: 40, 2: 30, 3: 20})
-        account = credits_of(lighter.add({8: 5}), RULE)
+        credits = credits_of(lighter.add({8: 5}), RULE)
         w.swarm.left = lighter.certificates[5:]
-        await w.ledger.run(lambda ledger: ledger.post(account))
+        await w.ledger.run(lambda ledger: ledger.post(credits))
         found = await w.found()
         assert any("credits round 5" in f and "the swarm follows another" in f for f in found)
 

@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from peer.store import Store
 from peer.swarm import BlobFetchError
-from peer.swarm.transfer.frames import BlobOp, BlobRequest, ReplyStatus, encode_size, parse_reply_head, parse_request
+from peer.swarm.transfer.frames import BlobOp, BlobRequest, ReplyStatus, encode_size, parse_reply_prefix, parse_request
 from peer.swarm.transfer.streams import StreamLimits
 from peer.swarm.transport import call_name
 from protocol.errors import MalformedError
@@ -358,15 +358,15 @@ async def test_garbage_requests_end_their_own_stream_only(pool, tmp_path):
             reader, writer = await b.swarm.open_blob_stream(a.key, 30)
             writer.write(good + garbage + good)
             answer = await ended(reader.read(-1))
-            status, length = parse_reply_head(answer[:5], 8)
+            status, length = parse_reply_prefix(answer[:5], 8)
             assert (status, length, answer[5:13]) == (ReplyStatus.OK, 8, encode_size(3))
             assert answer[13] == ReplyStatus.BAD_REQUEST
             writer.close()
         for op in (BlobOp.CHUNK, BlobOp.LEAVES, BlobOp.HAVE):  # no such chunk, no such page: an answer, not an error
             reader, writer = await b.swarm.open_blob_stream(a.key, 30)
             writer.write(BlobRequest(op, digest, 1000).encode())
-            head = await ended(reader.readexactly(5))
-            assert head[0] == (ReplyStatus.BAD_REQUEST if op is BlobOp.CHUNK else ReplyStatus.OK)
+            prefix = await ended(reader.readexactly(5))
+            assert prefix[0] == (ReplyStatus.BAD_REQUEST if op is BlobOp.CHUNK else ReplyStatus.OK)
             writer.close()
         await c.fetch(digest, 3, [a])
 
@@ -424,9 +424,9 @@ async def waits(event: asyncio.Event) -> None:
 async def test_frames_refuse_what_they_must():
     request = BlobRequest(BlobOp.HAVE, blob_digest(b""), 7)
     assert parse_request(request.encode()) == request
-    for head in (struct.pack(">BI", 0, 9), struct.pack(">BI", 3, 201), struct.pack(">BI", 6, 0)):
+    for prefix in (struct.pack(">BI", 0, 9), struct.pack(">BI", 3, 201), struct.pack(">BI", 6, 0)):
         with pytest.raises(MalformedError):
-            parse_reply_head(head, 8)
+            parse_reply_prefix(prefix, 8)
 
 
 # -- slices --------------------------------------------------------------------------------------------------------

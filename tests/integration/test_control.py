@@ -80,7 +80,7 @@ async def test_whoever_looks_is_told_of_pauses_ends_and_bans_in_words(tmp_path):
             await until(lambda: {p.phase for p in coordinator.overview().peers} == phases, "the pause is seen")
             o = coordinator.overview()
             assert (o.health, o.message) == ("paused", "paused by the run's owner since 1970-01-01 00:00 UTC: moving")
-            assert o.rests and [(p.peer, p.phase) for p in o.peers] == [
+            assert o.is_halted and [(p.peer, p.phase) for p in o.peers] == [
                 (peer(0).key, "paused"), (peer(1).key, "banned"),
             ]  # fmt: skip
             assert {p.phase for p in (await c.status()).peers} == {"paused", "banned"}
@@ -151,7 +151,7 @@ async def test_the_banned_and_newcomers_of_an_ended_run_are_refused_with_the_rea
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("full", [1, 2**20])
-async def test_a_ban_and_a_rest_keep_their_own_reasons_after_other_orders_and_a_restart(tmp_path, monkeypatch, full):
+async def test_a_ban_and_a_pause_keep_their_own_reasons_after_other_orders_and_a_restart(tmp_path, monkeypatch, full):
     monkeypatch.setattr("coordinator.directive_file.FULL", full)  # bytes that the file may have before it is shortened
     one, two, three = (peer(i).key for i in (1, 2, 3))
     orders = (

@@ -26,12 +26,12 @@ async def test_what_a_peer_is_told_is_the_same_on_both_databases_and_after_a_res
             swarm.round({0: 6000, 1: 7000})
         async with running(tmp_path, SPEC, swarm, **where) as (c, _), client(c) as ask:
             await settled(c, len(swarm.chain.certificates))
-            account = await ask.account(peer(1).key)
-    accounts = [credits_of(a, CreditRule.of(SPEC)) for a in swarm.chain.certificates]
-    posted = len(accounts) - DEPTH
-    has, waits = sum_credits(accounts[: posted - 2])[peer(1).key], sum_credits(accounts[posted - 2 :])[peer(1).key]
-    assert (account.micro_credits_settled, account.micro_credits_pending) == (has.micro_credits, waits.micro_credits)
-    assert account.rounds == len(accounts)
+            totals = await ask.totals(peer(1).key)
+    credited = [credits_of(c, CreditRule.of(SPEC)) for c in swarm.chain.certificates]
+    posted = len(credited) - DEPTH
+    has, waits = sum_credits(credited[: posted - 2])[peer(1).key], sum_credits(credited[posted - 2 :])[peer(1).key]
+    assert (totals.micro_credits_settled, totals.micro_credits_pending) == (has.micro_credits, waits.micro_credits)
+    assert totals.rounds == len(credited)
 
 
 async def test_what_nobody_can_have_done_is_void_by_a_directive_that_the_chain_carries(tmp_path):

@@ -215,7 +215,7 @@ async def test_a_run_with_an_allow_list_takes_those_on_it_only(tmp_path):
             await ask.admit(peer(2))
 
 
-async def test_status_and_account_say_what_the_chain_says(tmp_path):
+async def test_status_and_totals_say_what_the_chain_says(tmp_path):
     async with running(tmp_path) as (c, swarm), client(c) as ask:
         await ask.admit(peer(0), "ada")
         swarm.blobs.add(swarm.spec.genesis.name)
@@ -231,10 +231,10 @@ async def test_status_and_account_say_what_the_chain_says(tmp_path):
         assert (s.checkpoint, s.checkpoint_round) == (SPEC.genesis.name, 0)
         shown = {p.name: p for p in s.peers}
         assert shown["ada"].device == "NVIDIA H200" and shown["ada"].loss == 4.5
-        account = await ask.account(peer(0).key)
-        assert (account.name, account.rounds, account.tokens) == ("ada", 6, 6 * 600 * SPEC.data.window)
-        assert account.micro_credits_settled == account.micro_credits_pending > 0
-        nobody = await ask.account(peer(99).key)
+        totals = await ask.totals(peer(0).key)
+        assert (totals.name, totals.rounds, totals.tokens) == ("ada", 6, 6 * 600 * SPEC.data.window)
+        assert totals.micro_credits_settled == totals.micro_credits_pending > 0
+        nobody = await ask.totals(peer(99).key)
         assert (nobody.rounds, nobody.tokens) == (0, 0)
 
 

@@ -77,7 +77,7 @@ LAYOUTS = {
     ],
 }
 TIED = {"dp=2", "tp=2", "fsdp=4"}
-"""Layouts that are tried with tied embeddings; the others have a head of their own."""
+"""Layouts that are tried with tied embeddings; the others have an output layer of their own."""
 
 MOST = 5e-7
 """How far relative to a tensor's norm (measured for DDP and FSDP2: 0 to 5e-7)."""

@@ -263,7 +263,7 @@ class World:
         for number in range(self.peers):
             self.says(number, phase="paused")
         self.clock.shift += seconds
-        self.do(coordinator.observations.rest)
+        self.do(coordinator.observations.note_pause)
         self.order("running")
         self.beats()
 

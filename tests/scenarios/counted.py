@@ -22,7 +22,7 @@ class Life:
 
 
 @dataclass
-class Account:
+class Tally:
     """One peer's. The last life is the one that it lives now, or lived last."""
 
     lives: list[Life] = field(default_factory=lambda: [Life()])
@@ -70,20 +70,20 @@ class Counted:
 
     def __init__(self, window: int):
         self._window = window
-        self._of: dict[str, Account] = {}
+        self._of: dict[str, Tally] = {}
 
     def starts(self, name: str) -> None:
         if name in self._of:
             self._of[name].lives.append(Life())
 
     def shown(self, name: str, s: Snapshot) -> None:
-        account = self._of.setdefault(name, Account())
-        life = account.lives[-1]
+        tally = self._of.setdefault(name, Tally())
+        life = tally.lives[-1]
         life.trained, life.open = max(life.trained, s.trained_windows), s.open_windows
         life.next_window = max(life.next_window, s.next_window)
-        if (before := account.was_cut) is not None and life.next_window:
-            account.destroyed += max(0, min(before.open, before.next_window - (life.next_window - life.trained)))
-            account.was_cut = None
+        if (before := tally.was_cut) is not None and life.next_window:
+            tally.destroyed += max(0, min(before.open, before.next_window - (life.next_window - life.trained)))
+            tally.was_cut = None
 
     def trained(self, name: str) -> int:
         """Windows, in all lives so far."""
@@ -94,16 +94,16 @@ class Counted:
         if s is None:
             return
         self.shown(name, s)
-        account = self._of[name]
+        tally = self._of[name]
         since = round(s.tokens_per_second / self._window * age) if s.phase in ("training", "exchanging") else 0
-        life = account.lives[-1]
+        life = tally.lives[-1]
         life.trained, life.next_window, life.open = life.trained + since, life.next_window + since, life.open + since
-        account.was_cut = life
+        tally.was_cut = life
 
     def goodput(self, name: str, key: PeerKey, branch: Branch) -> Goodput:
         """Count by the branch that won. Windows that were trained and may still be accepted are in neither sum."""
-        account = self._of.get(name, Account())
+        tally = self._of.get(name, Tally())
         own = [u.body for c in branch.path for u in c.record.body.updates if u.author == key]
         accepted, end = sum(u.windows for u in own), max((u.end_window for u in own), default=0)
-        again = account.trained - max(end, account.next_window)
-        return Goodput(accepted, end - accepted + max(0, again), account.destroyed)
+        again = tally.trained - max(end, tally.next_window)
+        return Goodput(accepted, end - accepted + max(0, again), tally.destroyed)

@@ -36,7 +36,7 @@ PLAYS = 3
 def begun(file: Path | None = None, arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Return the results of a run in which nothing was played yet but what a file has, if it is there."""
     earlier = json.loads(file.read_text())["scenarios"] if file is not None and file.exists() else []
-    return report.header("scenarios", arguments, package="tests") | {"scenarios": earlier, "goals": []}
+    return report.provenance("scenarios", arguments, package="tests") | {"scenarios": earlier, "goals": []}
 
 
 def scenario(results: dict[str, Any], name: str, what: str, left_out: str | None) -> dict[str, Any]:

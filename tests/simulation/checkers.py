@@ -122,7 +122,7 @@ def check_parts(world: World) -> None:
                     raise Broken(f"{where} has a bad update in it, and most of its committee is honest")
 
 
-def check_account(world: World, node: Node) -> None:
+def check_every_window(world: World, node: Node) -> None:
     """Check that every window that a peer has trained since its start is in exactly one place.
 
     It is accepted on the peer's chain, in an update that is still undecided, in the error feedback, or not announced

@@ -215,7 +215,7 @@ class Node:
                 self.audit_update(action)
             case do.Notice():
                 self.world.report(self, action)
-            case do.RunCompleted():  # the trainer goes on, so that its account can be checked
+            case do.RunCompleted():  # the trainer goes on, so that its windows can be checked
                 self.world.completed = self.world.completed or self.honest and not self.observer
             case _:
                 raise AssertionError(f"the simulator does not know the action {type(action).__name__}")

@@ -11,8 +11,8 @@ from protocol.stake import StakeRule
 from tests.simulation.attackers import ATTACKERS
 from tests.simulation.checkers import (
     Broken,
-    check_account,
     check_counted_once,
+    check_every_window,
     check_one_state,
     check_parts,
     check_shown,
@@ -208,7 +208,7 @@ class Scenario:
             check_shown(world)
             check_words(world)
             for node in world.honest:
-                check_account(world, node)
+                check_every_window(world, node)
             self._check_progress()
 
     def _check_progress(self) -> None:

@@ -17,7 +17,7 @@ from protocol.rounds.events import ChainReceived, ChainUnanswered, Leave, SyncFa
 from protocol.rounds.phase import TRANSITIONS, Phase, check_transition
 from tests.simulation.checkers import (
     Broken,
-    check_account,
+    check_every_window,
     check_one_state,
     check_shown,
     check_sizes,
@@ -157,7 +157,7 @@ def test_a_pause_stops_all_within_seconds_and_loses_nothing():
     world.clock.run_until(115.0)
     assert world.height() >= height + 2
     for node in world.nodes:
-        check_account(world, node)
+        check_every_window(world, node)
 
 
 def test_an_ended_run_is_left_by_all_once_the_open_round_is_decided():

@@ -34,7 +34,7 @@ def test_no_figure_of_a_page_is_written_by_hand(name: str):
 @pytest.mark.parametrize("name", sorted(set(FILES) - NOT_FROM_A_BENCHMARK))
 def test_a_result_says_how_when_and_where_it_was_measured(name: str):
     found = pages.results(name)
-    assert set(pages.HEAD) <= set(found)
+    assert set(pages.PROVENANCE) <= set(found)
     assert found["command"].startswith(("python -m benchmarks.", "python -m tests."))
     assert found["commit"] or found["recorded_in"]
     assert {"processor", "cores", "python", "torch", "threads", "load"} <= set(found["machine"])
@@ -70,16 +70,16 @@ def result(**more: Any) -> dict[str, Any]:
 
 
 def test_missed_goals_are_told_first():
-    head = pages.head(result(goals=[report.goal("a", 1, True), report.goal("b", 2, False)]))
-    assert "Goals that were missed" in head
-    assert "| b " in head and "| a " not in head
-    assert "All goals were met" in pages.head(result(goals=[report.goal("a", 1, True)]))
+    opening = pages.opening(result(goals=[report.goal("a", 1, True), report.goal("b", 2, False)]))
+    assert "Goals that were missed" in opening
+    assert "| b " in opening and "| a " not in opening
+    assert "All goals were met" in pages.opening(result(goals=[report.goal("a", 1, True)]))
 
 
 def test_a_goal_that_was_not_judged_is_not_told_as_met():
-    head = pages.head(result(goals=[report.goal("a", 1, True), report.goal("b", "2 seeds", None)]))
-    assert "Goals that were not judged" in head and "| b " in head and "| a " not in head
-    assert "met" not in pages.head(result(goals=[report.goal("a", 1, True), report.goal("b", None, None)]))
+    opening = pages.opening(result(goals=[report.goal("a", 1, True), report.goal("b", "2 seeds", None)]))
+    assert "Goals that were not judged" in opening and "| b " in opening and "| a " not in opening
+    assert "met" not in pages.opening(result(goals=[report.goal("a", 1, True), report.goal("b", None, None)]))
 
 
 def test_a_cell_is_in_words():

@@ -307,8 +307,8 @@ class FakeSwarm:
         self.heard[peer(number).key] = ReceivedHeartbeat(replace(heartbeat, **fields), seconds_since)
 
 
-def make_accounts(rounds: int) -> list[RoundCredits]:
-    """Return the accounts of the first rounds of a chain with three peers."""
+def make_credits(rounds: int) -> list[RoundCredits]:
+    """Return the credits of the first rounds of a chain with three peers."""
     chain = ChainMaker(make_spec())
     for r in range(rounds):
         chain.add({n: 500 + 10 * n + r for n in range(3)}, loss=5 - r / 100)

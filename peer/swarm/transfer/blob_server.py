@@ -226,7 +226,7 @@ class BlobServer:
                 reply = refusal(ReplyStatus.BUSY, "its limit on uploads is reached")
             else:
                 await self._pace.take(len(reply.data))
-        writer.writelines((reply.head(), reply.data))
+        writer.writelines((reply.prefix(), reply.data))
         async with async_timeout.timeout(self.limits.write_seconds):
             await writer.drain()
         self._traffic.up += len(reply.data)

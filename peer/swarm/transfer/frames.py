@@ -21,7 +21,7 @@ _REPLY = struct.Struct(">BI")
 _SIZE = struct.Struct(">Q")
 
 REQUEST_BYTES = _REQUEST.size
-REPLY_HEAD_BYTES = _REPLY.size
+REPLY_PREFIX_BYTES = _REPLY.size
 SIZE_BYTES = _SIZE.size
 LEAVES_PER_PAGE = CHUNK // 32
 BITS_PER_PAGE = CHUNK * 8
@@ -79,8 +79,8 @@ class BlobReply:
     status: ReplyStatus
     data: bytes = b""
 
-    def head(self) -> bytes:
-        """Return the REPLY_HEAD_BYTES that precede the data."""
+    def prefix(self) -> bytes:
+        """Return the REPLY_PREFIX_BYTES that precede the data."""
         return _REPLY.pack(self.status, len(self.data))
 
     @property
@@ -112,12 +112,12 @@ def parse_request(frame: bytes) -> BlobRequest:
     return BlobRequest(BlobOp(op), Digest(digest), index)
 
 
-def parse_reply_head(head: bytes, limit: int) -> tuple[ReplyStatus, int]:
+def parse_reply_prefix(prefix: bytes, limit: int) -> tuple[ReplyStatus, int]:
     """Return the status and the number of bytes that follow: at most `limit` if it is OK, else a short reason.
 
     Raises MalformedError.
     """
-    status, length = _REPLY.unpack(head)
+    status, length = _REPLY.unpack(prefix)
     if status > max(ReplyStatus):
         raise MalformedError(f"a reply with the unknown status {status}")
     allowed = limit if status == ReplyStatus.OK else MAX_REASON

@@ -21,11 +21,11 @@ from peer.swarm.transfer.actions import Priority
 from peer.swarm.transfer.congestion import CongestionController, SentMark
 from peer.swarm.transfer.frames import (
     CLIENT_IDLE_SECONDS,
-    REPLY_HEAD_BYTES,
+    REPLY_PREFIX_BYTES,
     BlobReply,
     BlobRequest,
     Lost,
-    parse_reply_head,
+    parse_reply_prefix,
 )
 from peer.swarm.transport import ByteCount
 from protocol.bounded import BoundedDict
@@ -221,7 +221,7 @@ class Stream:
     async def _read_reply(self, limit: int) -> BlobReply:
         """Read one reply. Raises TimeoutError, IncompleteReadError, OSError, MalformedError."""
         end = asyncio.get_running_loop().time() + self._limits.slow_replies * self._limits.reply_seconds
-        status, length = parse_reply_head(await self._read(REPLY_HEAD_BYTES, end), limit)
+        status, length = parse_reply_prefix(await self._read(REPLY_PREFIX_BYTES, end), limit)
         return BlobReply(status, await self._read(length, end))
 
     async def _read(self, size: int, end: float) -> bytes:

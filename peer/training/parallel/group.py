@@ -150,10 +150,10 @@ class RankGroup(SoleRank):
             raw.append(bytes(value))
             return {"bytes": len(value)}
 
-        head = json.dumps([name, *arguments], default=outside).encode()
-        sizes = torch.tensor([len(head), sum(map(len, raw))], dtype=torch.int64)
+        prefix = json.dumps([name, *arguments], default=outside).encode()
+        sizes = torch.tensor([len(prefix), sum(map(len, raw))], dtype=torch.int64)
         dist.broadcast(sizes, 0, group=self.commands)
-        payload = torch.frombuffer(bytearray().join([head, *raw]), dtype=torch.uint8)
+        payload = torch.frombuffer(bytearray().join([prefix, *raw]), dtype=torch.uint8)
         dist.broadcast(payload, 0, group=self.commands)
 
     def receive_command(self) -> tuple[str, list[Any]]:

@@ -1,7 +1,7 @@
 """How a family of models is split: the matrices that tensor parallelism splits, and the layers of each stage.
 
 A plan is for models of `transformers` that are built like Llama (Touvron et al. 2023): attention with q, k, v and o, a
-gated MLP, and no other weights but embeddings, norms and the head. Those are not split: each rank of a tp group
+gated MLP, and no other weights but embeddings, norms and the output layer. Those are not split: each rank of a tp group
 computes the same, which also serves tied embeddings. Models without a plan have dp and fsdp.
 """
 
@@ -56,13 +56,13 @@ def limits(spec: RunSpec, device: str, *, offloads: bool, eight_bit: bool = Fals
 def first_layers(layers: int, stages: int) -> list[int]:
     """Return the first layer of each stage, and the number of layers: as even as possible, with fewer in the last.
 
-    The last stage also has the head, which costs as much as some layers.
+    The last stage also has the output layer, which costs as much as some layers.
     """
     return [-(-layers * s // stages) for s in range(stages + 1)]
 
 
 def stage_of(name: str, layers: int, stages: int) -> int:
-    """Return the stage of a parameter: the first has the embeddings, the last has the last norm and the head."""
+    """Return the stage of a parameter: the first has the embeddings, the last has the last norm and output layer."""
     if found := _LAYER.match(name):
         starts = first_layers(layers, stages)
         return next(s for s in range(stages) if int(found[1]) < starts[s + 1])

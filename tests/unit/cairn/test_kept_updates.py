@@ -153,7 +153,7 @@ async def test_the_rounds_before_an_archived_state_stay_until_the_round_that_pro
 
 
 @pytest.mark.parametrize("head", [8, 10])
-async def test_the_archived_state_of_a_run_that_rests_is_no_start_for_newcomers(tmp_path: Path, head: int):
+async def test_the_archived_last_state_of_a_run_is_no_start_for_newcomers(tmp_path: Path, head: int):
     k = make(tmp_path, head)
     await k.archive_newest()
     since = range(5, head)

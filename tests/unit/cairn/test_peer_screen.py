@@ -51,7 +51,7 @@ def test_what_is_no_address_of_a_page_is_not_shown(page):
 
 async def test_the_link_is_told_once_when_the_coordinator_answers(caplog, monkeypatch):
     monkeypatch.setattr(join, "CREDIT_SECONDS", 0.01)
-    asked, thrice = {"status": 0, "account": 0}, asyncio.Event()
+    asked, thrice = {"status": 0, "totals": 0}, asyncio.Event()
 
     class Client:
         async def status(self):
@@ -60,9 +60,9 @@ async def test_the_link_is_told_once_when_the_coordinator_answers(caplog, monkey
                 raise CairnError("away")
             return SimpleNamespace(page="http://192.0.2.1:7180/")
 
-        async def account(self, key):
-            asked["account"] += 1
-            if asked["account"] == 3:
+        async def totals(self, key):
+            asked["totals"] += 1
+            if asked["totals"] == 3:
                 thrice.set()
             return SimpleNamespace(micro_credits_settled=5, micro_credits_pending=1, rounds=2)
 

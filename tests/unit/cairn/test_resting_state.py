@@ -77,7 +77,7 @@ def test_more_than_two_thirds_of_the_last_contributors_are_needed_at_any_time():
 
 
 @pytest.mark.parametrize("run_status", ["paused", "ended"])
-def test_at_an_order_to_rest_those_count_that_rest_and_a_new_record_begins_anew(run_status):
+def test_at_an_order_to_stop_those_count_that_are_paused_and_a_new_record_begins_anew(run_status):
     w = World(ENDLESS)
     w.round()
     w.order(run_status)

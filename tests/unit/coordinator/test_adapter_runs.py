@@ -180,7 +180,7 @@ def test_a_run_begins_with_the_same_bits_again_and_lost_files_are_written_again(
         ("rank = 4", "rnak = 4", RunFileError, "model.adapter.rnak: is not a field; did you mean rank"),
         ("rank = 4", 'rank = 4\ndtype = "int4"', RunFileError, "model.adapter.dtype: .*'int8' or 'nf4'"),
         ("rank = 4", 'rank = 4\ntargets = ["q_prj"]', SpecError, "model.adapter: Target modules {'q_prj'} not found"),
-        ("rank = 4", 'rank = 4\ntargets = "lm_head"', SpecError, "lm_head is an embedding or the output head"),
+        ("rank = 4", 'rank = 4\ntargets = "lm_head"', SpecError, "lm_head is an embedding or the output layer"),
         ('"input_layernorm"', '"q_proj"', SpecError, "not a module of vectors alone"),
     ],
 )

@@ -163,7 +163,7 @@ async def test_a_run_that_rests_by_its_owners_word_raises_no_alert(tmp_path, qui
             clock[0] += 100
             for n in range(6):
                 swarm.beat(n, phase="paused" if order == "paused" else "leaving")
-            await asyncio.sleep(0.03)  # a head is signed
+            await asyncio.sleep(0.03)  # a finalization is signed
             await made[0].check()
             assert made[0].active == ()
         assert c.overview().health == order

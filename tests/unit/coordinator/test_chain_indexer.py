@@ -89,9 +89,9 @@ async def test_a_round_is_final_when_enough_are_built_on_it(tmp_path):
         final = swarm.finals[-1]
         assert (final.author, final.body.round) == (OWNER.key, 1)
         assert final.body.record == swarm.chain.certificates[1].record.digest
-        accounts = [credits_of(c, RULE) for c in swarm.chain.certificates]
-        assert f.settled == sum_credits(accounts[:2])
-        assert f.pending == sum_credits(accounts[2:])
+        credited = [credits_of(c, RULE) for c in swarm.chain.certificates]
+        assert f.settled == sum_credits(credited[:2])
+        assert f.pending == sum_credits(credited[2:])
 
 
 async def test_pending_credits_follow_the_chain_when_it_turns_and_settled_ones_stay(tmp_path):
@@ -117,11 +117,11 @@ async def test_a_coordinator_that_was_away_catches_up_and_counts_every_round_onc
             rounds(swarm, 2)
             total = len(swarm.chain.certificates)
             await until(lambda total=total: f.head and f.head[0] == total - 1)
-            accounts = [credits_of(c, RULE) for c in swarm.chain.certificates]
+            credited = [credits_of(c, RULE) for c in swarm.chain.certificates]
             cut = max(0, total - DEPTH)
-            assert f.settled == sum_credits(accounts[:cut])
-            assert f.pending == sum_credits(accounts[cut:])
-            assert f.history.tokens == sum(a.tokens for a in accounts[:cut])
+            assert f.settled == sum_credits(credited[:cut])
+            assert f.pending == sum_credits(credited[cut:])
+            assert f.history.tokens == sum(c.tokens for c in credited[:cut])
     finals = [s.body.round for s in swarm.finals]
     assert finals == sorted(finals)
 
@@ -365,16 +365,16 @@ HOLDING = make_spec(credit={"hold_rounds": 2})
 
 async def test_final_rounds_are_pending_until_they_were_held_long_enough(tmp_path):
     swarm = FakeSwarm(HOLDING)
-    accounts = []
+    credited = []
     for rounds_more in (DEPTH + 4, 3):  # the second time after a restart
         rounds(swarm, rounds_more)
-        accounts = [credits_of(c, RULE) for c in swarm.chain.certificates]
+        credited = [credits_of(c, RULE) for c in swarm.chain.certificates]
         async with following(swarm, tmp_path) as (f, until):
             await until(lambda: f.head and f.head[1] == swarm.head)
-            posted = len(accounts) - DEPTH
-            assert f.posted == (posted - 1, accounts[posted - 1].record)
-            assert f.settled == sum_credits(accounts[: posted - 2])
-            assert f.pending == sum_credits(accounts[posted - 2 :])
+            posted = len(credited) - DEPTH
+            assert f.posted == (posted - 1, credited[posted - 1].record)
+            assert f.settled == sum_credits(credited[: posted - 2])
+            assert f.pending == sum_credits(credited[posted - 2 :])
             assert not any(b.voided.rounds for b in f.balances.values())
 
 
@@ -382,10 +382,10 @@ def test_when_the_clock_was_set_back_nobody_is_judged_by_it():
     spec = make_spec(credit={"hold_rounds": 9, "max_teraflops_per_second": 1})
     swarm = FakeSwarm(spec)
     swarm.round({0: 900_000_000 // spec.data.window})
-    account, who = credits_of(swarm.chain.certificates[0], CreditRule.of(spec)), peer(0).key
+    credits, who = credits_of(swarm.chain.certificates[0], CreditRule.of(spec)), peer(0).key
     judge = PlausibilityCheck(spec)
-    assert len(judge.verdicts(account, 10_000.0, {who: 9_990.0})) == 1
-    assert judge.verdicts(account, 10_000.0, {who: 13_000.0}) == []
+    assert len(judge.verdicts(credits, 10_000.0, {who: 9_990.0})) == 1
+    assert judge.verdicts(credits, 10_000.0, {who: 13_000.0}) == []
 
 
 async def test_what_nobody_can_have_done_is_voided_with_the_numbers_and_only_at_first_hand(tmp_path):

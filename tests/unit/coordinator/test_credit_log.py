@@ -99,12 +99,12 @@ class World:
     ):  # fmt: skip
         if void is not None:
             self.carry(void)
-        account = credits_of(self.swarm.chain.add(work, decisions=decisions), RULE)
+        credits = credits_of(self.swarm.chain.add(work, decisions=decisions), RULE)
         self.clock[0] += 60
-        await self.receipts_made.note([account])
-        await self.ledger.run(lambda ledger: ledger.post(account))
+        await self.receipts_made.note([credits])
+        await self.ledger.run(lambda ledger: ledger.post(credits))
         await self.refresh()
-        return account
+        return credits
 
     def carry(self, void: tuple[Digest, PeerKey]) -> None:
         """Let the next record carry a verdict."""
@@ -152,13 +152,13 @@ async def made(place: str):
 
 async def test_a_receipt_says_what_was_accepted_and_when_it_settles(ledger_place):
     async with made(ledger_place) as w:
-        account = await w.post({1: 40, 2: 30})
-        line = next(x for x in account.lines if x.peer == peer(1).key)
+        credits = await w.post({1: 40, 2: 30})
+        line = next(x for x in credits.lines if x.peer == peer(1).key)
         (item,) = (await w.receipts(1)).items
         r = open_receipt(item.encoded, SPEC.run_id, OWNER.key).body
         assert r == item.receipt and item.status == "pending"
         assert (r.accepted, r.reason, r.windows, r.tokens) == (True, "", 40, 640)
-        assert (r.micro_credits, r.update, r.record) == (line.micro_credits, line.update, account.record)
+        assert (r.micro_credits, r.update, r.record) == (line.micro_credits, line.update, credits.record)
         assert (r.number, r.pending_until) == (0, HOLD)
         for expected in ("pending", "settled"):
             await w.post({2: 30})
@@ -189,18 +189,18 @@ async def test_what_a_round_left_out_gets_a_receipt_with_the_reason(ledger_place
             6: (w.announce(6, base=digest("drifted")), "another state"),
             1: (w.announce(1), "another update of this peer was accepted"),
         }
-        account = await w.post({1: 40, 2: 30})
+        credits = await w.post({1: 40, 2: 30})
         for number, (update, reason) in told.items():
             item = next(i for i in (await w.receipts(number)).items if i.status == "not accepted")
             r = open_receipt(item.encoded, SPEC.run_id, OWNER.key).body
-            assert (r.accepted, r.update, r.record, r.number) == (False, update, account.record, 0)
+            assert (r.accepted, r.update, r.record, r.number) == (False, update, credits.record, 0)
             assert reason in r.reason and (r.tokens, r.micro_credits) == (0, 0)
         assert len((await w.receipts(1)).items) == 2
         assert (await w.receipts(2)).items[0].status == "pending" and (await w.receipts(7)).items == ()
         # Received again in the next round, it is not noted again, nor with another reason.
-        await w.receipts_made.note([account])
+        await w.receipts_made.note([credits])
         w.begin_receipts()
-        await w.receipts_made.note([account])
+        await w.receipts_made.note([credits])
         assert [len((await w.receipts(n)).items) for n in (3, 4)] == [1, 1]
 
 
@@ -208,13 +208,13 @@ async def test_a_refusal_that_could_not_be_written_is_written_the_next_time(ledg
     async with made(ledger_place) as w:
         for number in (3, 4):
             w.announce(number)
-        account = credits_of(w.swarm.chain.add({1: 40}), RULE)
-        await w.ledger.run(lambda ledger: ledger.post(account))
+        credits = credits_of(w.swarm.chain.add({1: 40}), RULE)
+        await w.ledger.run(lambda ledger: ledger.post(credits))
         with monkeypatch.context() as m:
             m.setattr(Ledger, "add_refusal", failing)
             with pytest.raises(LedgerError):
-                await w.receipts_made.note([account])
-        await w.receipts_made.note([account])
+                await w.receipts_made.note([credits])
+        await w.receipts_made.note([credits])
         assert [len((await w.receipts(n)).items) for n in (3, 4)] == [1, 1]
 
 
@@ -252,10 +252,10 @@ async def test_receipts_come_page_by_page_without_gaps(ledger_place):
 
 async def test_a_voided_line_is_said_and_its_receipt_stays(ledger_place):
     async with made(ledger_place) as w:
-        account = await w.post({1: 40, 2: 30})
+        credits = await w.post({1: 40, 2: 30})
         (before,) = (await w.receipts(1)).items
-        line = next(x for x in account.lines if x.peer == peer(1).key)
-        await w.post({2: 30}, void=(account.record, line.peer))
+        line = next(x for x in credits.lines if x.peer == peer(1).key)
+        await w.post({2: 30}, void=(credits.record, line.peer))
         (after,) = (await w.receipts(1)).items
         assert (after.status, after.encoded) == ("voided", before.encoded)
         view = w.board.of(peer(1).key)
@@ -266,8 +266,8 @@ def test_a_long_reason_is_cut_to_what_a_receipt_holds():
     header = KeySigner(peer(1)).sign(
         UpdateHeader(SPEC.run_id, 0, digest("p"), state(0), 0, 0, 4, 1, digest(1), 100, 5.0, b"")  # type: ignore[arg-type]
     )
-    account = credits_of(FakeSwarm(SPEC).chain.add({2: 4}), RULE)
-    reason = why_not(AnnouncedUpdate(header, False, "ü" * 400), account, False, replayable=False)
+    credits = credits_of(FakeSwarm(SPEC).chain.add({2: 4}), RULE)
+    reason = why_not(AnnouncedUpdate(header, False, "ü" * 400), credits, False, replayable=False)
     assert len(reason.encode()) <= 200 and reason.endswith("...")
 
 
@@ -284,12 +284,12 @@ async def test_a_record_that_convicts_a_peer_is_the_reason_why_its_update_is_not
 
 @pytest.mark.parametrize("late", [False, True])
 def test_only_where_no_update_can_be_replayed_the_work_of_a_missed_round_is_in_the_next_update(late):
-    account = credits_of(FakeSwarm(SPEC).chain.add({2: 4}), RULE)
+    credits = credits_of(FakeSwarm(SPEC).chain.add({2: 4}), RULE)
     header = KeySigner(peer(1)).sign(
         UpdateHeader(SPEC.run_id, 0, digest("p"), state(0), 0, 0, 4, 1, digest(1), 100, 5.0, b"")  # type: ignore[arg-type]
     )
     for replayable, work in ((False, "goes into this peer's next update"), (True, "is lost")):
-        reason = why_not(AnnouncedUpdate(header, late, ""), account, False, replayable=replayable)
+        reason = why_not(AnnouncedUpdate(header, late, ""), credits, False, replayable=replayable)
         assert reason.count("its work ") == 1 and f"its work {work}" in reason
         assert len(reason.encode()) <= MAX_REASON
 
@@ -300,15 +300,15 @@ def test_only_where_no_update_can_be_replayed_the_work_of_a_missed_round_is_in_t
 async def test_rounds_come_page_by_page_with_what_is_settled_and_void(ledger_place, monkeypatch):
     monkeypatch.setattr("coordinator.credits.log.PAGE_LINES", 30)
     async with made(ledger_place) as w:
-        accounts = [await w.post({1: 40, 2: 30}) for _ in range(20)]
-        accounts.append(await w.post({1: 50}, void=(accounts[-1].record, peer(2).key)))
+        credited = [await w.post({1: 40, 2: 30}) for _ in range(20)]
+        credited.append(await w.post({1: 50}, void=(credited[-1].record, peer(2).key)))
         first = await w.log.rounds(0, 1000)
         rest = await w.log.rounds(len(first.rounds), 1000)
         found = [*first.rounds, *rest.rounds]
         assert len(first.rounds) == 15 and (first.size, first.settled) == (21, 21 - HOLD)
         told = [(r.number, r.record, r.lines) for r in found]
-        assert told == [(i, a.record, a.lines) for i, a in enumerate(accounts)]
-        place = [x.peer for x in accounts[19].lines].index(peer(2).key)
+        assert told == [(i, c.record, c.lines) for i, c in enumerate(credited)]
+        place = [x.peer for x in credited[19].lines].index(peer(2).key)
         assert {r.number: r.voided for r in found if r.voided} == {19: {place: 20}}
         assert found[19].status(place, 19) == "voided" and found[19].status(1 - place, 19) == "pending"
         assert (await w.log.rounds(21, 5)).rounds == ()
@@ -497,13 +497,13 @@ async def test_a_binding_whose_caller_goes_away_counts_when_it_is_stored(ledger_
 async def test_what_is_voided_while_recent_credits_are_read_is_taken_out_once(ledger_place):
     async with made(ledger_place) as w:
         await w.post({1: 40})
-        account = await w.post({1: 40})
+        credits = await w.post({1: 40})
         await w.ledger.close()
         w.ledger = LedgerThread()
         await w.ledger.open(w.place, SPEC, lambda: w.clock[0])
         board = w.leaderboard()
         await board.load()
-        w.carry((account.record, peer(1).key))
+        w.carry((credits.record, peer(1).key))
         last = credits_of(w.swarm.chain.add({2: 30}), RULE)
         await w.ledger.run(lambda ledger: ledger.post(last))
         await board.load_recent()
@@ -529,7 +529,7 @@ async def test_a_binding_or_a_refusal_that_could_not_be_written_is_written_when_
         ada = identity("ada")
         word = bind(peer(1), ada, SPEC.run_id, int(w.clock[0]), "ada").encoded
         w.announce(3, late=True)
-        account = credits_of(w.swarm.chain.add({1: 40}), RULE)
+        credits = credits_of(w.swarm.chain.add({1: 40}), RULE)
         with monkeypatch.context() as m:
             m.setattr(Ledger, "add_binding", full)
             m.setattr(Ledger, "add_refusal", full)
@@ -537,10 +537,10 @@ async def test_a_binding_or_a_refusal_that_could_not_be_written_is_written_when_
                 with pytest.raises(LedgerConflictError):
                     await w.board.bind(word)
                 with pytest.raises(LedgerConflictError):
-                    await w.receipts_made.note([account])
+                    await w.receipts_made.note([credits])
         assert await w.board.bind(word) == 1
-        await w.receipts_made.note([account])
-        await w.ledger.run(lambda ledger: ledger.post(account))
+        await w.receipts_made.note([credits])
+        await w.ledger.run(lambda ledger: ledger.post(credits))
         assert [i.status for i in (await w.receipts(3)).items] == ["not accepted"]
         await w.restart()
         assert (w.board.of(ada.key)).peers == (peer(1).key,)
@@ -550,8 +550,8 @@ async def test_standings_are_up_to_date_also_when_a_page_was_just_full(tmp_path,
     monkeypatch.setattr("coordinator.credits.leaderboard.PAGE", 2)
     async with made(str(tmp_path / "ledger.sqlite")) as w:
         for _ in range(2):
-            account = credits_of(w.swarm.chain.add({1: 40}), RULE)
-            await w.ledger.run(lambda ledger, a=account: ledger.post(a))
+            credits = credits_of(w.swarm.chain.add({1: 40}), RULE)
+            await w.ledger.run(lambda ledger, c=credits: ledger.post(c))
         await w.refresh()
         assert (w.board.of(peer(1).key)).pending == 2 * RULE.micro_credits(40)
 

@@ -17,7 +17,7 @@ from coordinator.ledger.store import connect
 from protocol.ids import Digest
 from protocol.ledger.credits import Balance, CreditRule, credits_of, sum_credits
 from tests.support import postgres_world
-from tests.support.coordinator_fakes import PARAMETERS, ChainMaker, make_accounts, make_spec, peer
+from tests.support.coordinator_fakes import PARAMETERS, ChainMaker, make_credits, make_spec, peer
 
 SPEC = make_spec()
 RULE = CreditRule.of(SPEC)
@@ -51,31 +51,31 @@ def test_credits_are_whole_micro_credits_of_model_flops():
     assert RULE.micro_credits(1000) == 6 * PARAMETERS * 1000 * window // 10**9
     assert CreditRule(6, 10**9, 128).micro_credits(10**6) == 768_000_000  # beyond what a double divides exactly
     chain = ChainMaker(SPEC)
-    account = credits_of(chain.add({0: 1000, 1: 3000}), RULE)
-    assert {e.peer: e.micro_credits for e in account.lines} == {
+    credits = credits_of(chain.add({0: 1000, 1: 3000}), RULE)
+    assert {e.peer: e.micro_credits for e in credits.lines} == {
         peer(0).key: RULE.micro_credits(1000),
         peer(1).key: RULE.micro_credits(3000),
     }
 
 
 def test_a_settled_round_is_read_back_whole(ledger):
-    accounts = make_accounts(5)
-    for account in accounts:
-        assert ledger.post(account)
-    assert ledger.accounts(limit=10) == accounts
-    assert ledger.accounts(after=2, limit=1) == accounts[3:4]
-    assert ledger.last() == (4, accounts[4].record)
-    assert settled_in(ledger) == sum_credits(accounts)
+    rounds = make_credits(5)
+    for credits in rounds:
+        assert ledger.post(credits)
+    assert ledger.round_credits(limit=10) == rounds
+    assert ledger.round_credits(after=2, limit=1) == rounds[3:4]
+    assert ledger.last() == (4, rounds[4].record)
+    assert settled_in(ledger) == sum_credits(rounds)
     newest = ledger.history_of(peer(0).key, limit=2)
     assert [e.round for e in newest] == [4, 3]
 
 
 def test_settling_a_round_again_changes_nothing(ledger):
-    accounts = make_accounts(3)
-    for account in accounts + accounts:
-        ledger.post(account)
-    assert ledger.post(accounts[1]) is False
-    assert settled_in(ledger) == sum_credits(accounts)
+    rounds = make_credits(3)
+    for credits in rounds + rounds:
+        ledger.post(credits)
+    assert ledger.post(rounds[1]) is False
+    assert settled_in(ledger) == sum_credits(rounds)
 
 
 def test_another_record_for_a_settled_round_is_refused_loudly(ledger):
@@ -89,31 +89,31 @@ def test_another_record_for_a_settled_round_is_refused_loudly(ledger):
 
 
 def test_other_entries_for_a_settled_record_are_refused_loudly(ledger):
-    account = make_accounts(1)[0]
-    ledger.post(account)
-    inflated = replace(account, lines=tuple(replace(e, micro_credits=e.micro_credits + 1) for e in account.lines))
+    credits = make_credits(1)[0]
+    ledger.post(credits)
+    inflated = replace(credits, lines=tuple(replace(e, micro_credits=e.micro_credits + 1) for e in credits.lines))
     with pytest.raises(LedgerConflictError, match="not what record"):
         ledger.post(inflated)
 
 
 def test_a_round_that_does_not_follow_the_last_is_refused(ledger):
-    accounts = make_accounts(3)
+    rounds = make_credits(3)
     with pytest.raises(LedgerConflictError, match="is empty"):
-        ledger.post(accounts[1])
-    ledger.post(accounts[0])
+        ledger.post(rounds[1])
+    ledger.post(rounds[0])
     with pytest.raises(LedgerConflictError, match="does not follow"):
-        ledger.post(accounts[2])
+        ledger.post(rounds[2])
     with pytest.raises(LedgerConflictError, match="does not follow"):
-        ledger.post(replace(accounts[1], parent=Digest(bytes(32))))
-    assert ledger.last() == (0, accounts[0].record)
+        ledger.post(replace(rounds[1], parent=Digest(bytes(32))))
+    assert ledger.last() == (0, rounds[0].record)
 
 
 def filled(ledger) -> None:
     """Something in every table of the ledger."""
-    accounts = make_accounts(4)
-    for account in accounts:
-        ledger.post(account)
-    a, line = accounts[0], accounts[0].lines[0]
+    rounds = make_credits(4)
+    for credits in rounds:
+        ledger.post(credits)
+    a, line = rounds[0], rounds[0].lines[0]
     ledger.add_refusal(RefusedUpdate(a.round, a.parent, a.record, line.peer, line.update, "came too late", 5.0))
     ledger.add_binding(BindingRow(line.peer, peer(7).key, 5, b"word"))
 
@@ -184,22 +184,22 @@ def test_a_file_that_is_no_ledger_is_refused_with_the_remedy(tmp_path):
 
 
 def test_when_a_record_was_seen_goes_with_it_into_the_ledger(ledger):
-    accounts = make_accounts(2)
-    ledger.note_first_seen(accounts[0].record, accounts[0].round, 1000.0)
-    ledger.note_first_seen(accounts[0].record, accounts[0].round, 2000.0)
-    assert ledger.first_seen() == {accounts[0].record: 1000.0}
-    for account in accounts:
-        ledger.post(account)
+    rounds = make_credits(2)
+    ledger.note_first_seen(rounds[0].record, rounds[0].round, 1000.0)
+    ledger.note_first_seen(rounds[0].record, rounds[0].round, 2000.0)
+    assert ledger.first_seen() == {rounds[0].record: 1000.0}
+    for credits in rounds:
+        ledger.post(credits)
     assert [r.seen_at for r in ledger.rounds()] == [1000.0, None]
     assert ledger.first_seen() == {}
 
 
 def test_times_are_kept_to_the_millisecond(ledger):
-    account, at = make_accounts(1)[0], 1_700_000_123.456
-    ledger.note_first_seen(account.record, account.round, at)
-    ledger.post(account)
+    credits, at = make_credits(1)[0], 1_700_000_123.456
+    ledger.note_first_seen(credits.record, credits.round, at)
+    ledger.post(credits)
     assert [r.seen_at for r in ledger.rounds()] == [at]
-    peers = [line.peer for line in account.lines]
+    peers = [line.peer for line in credits.lines]
     assert ledger.active_since(dict.fromkeys(peers, lambda: 0.0)) == dict.fromkeys(peers, at)
 
 
@@ -212,11 +212,11 @@ def test_admissions_are_renewed_and_forgotten(ledger):
 
 
 def test_a_ledger_that_forgets_uniqueness_would_be_caught_by_these_tests():
-    accounts = make_accounts(3)
-    doubled = sum_credits(accounts + accounts[:1])
-    assert doubled != sum_credits(accounts)
-    assert doubled[peer(0).key] == sum_credits(accounts)[peer(0).key].plus(
-        next(e for e in accounts[0].lines if e.peer == peer(0).key)
+    rounds = make_credits(3)
+    doubled = sum_credits(rounds + rounds[:1])
+    assert doubled != sum_credits(rounds)
+    assert doubled[peer(0).key] == sum_credits(rounds)[peer(0).key].plus(
+        next(e for e in rounds[0].lines if e.peer == peer(0).key)
     )
     assert Balance() == Balance(0, 0, 0)
 

@@ -13,7 +13,7 @@ from coordinator.errors import LedgerConflictError, LedgerError, TooManyError
 from coordinator.ledger import AdmissionRow, Ledger
 from coordinator.ledger.database import Database
 from coordinator.ledger_thread import MAX_WAITING, LedgerThread
-from tests.support.coordinator_fakes import make_accounts, make_spec, peer
+from tests.support.coordinator_fakes import make_credits, make_spec, peer
 from tests.support.waiting import LIMIT, ended, until
 
 SPEC = make_spec()
@@ -80,12 +80,12 @@ async def test_writes_that_wait_are_one_transaction(thread: LedgerThread, monkey
 
 
 async def test_one_that_fails_takes_no_other_with_it(thread: LedgerThread):
-    accounts = make_accounts(3)
+    rounds = make_credits(3)
     held = Held(thread)
-    good = [asyncio.ensure_future(thread.run(lambda db, a=a: db.post(a))) for a in accounts[:1]]
-    gap = asyncio.ensure_future(thread.run(lambda db: db.post(accounts[2])))
-    fault = asyncio.ensure_future(thread.run(lambda db: (db.post(accounts[1]), 1 / 0)))
-    good += [asyncio.ensure_future(thread.run(lambda db, a=a: db.post(a))) for a in accounts[1:]]
+    good = [asyncio.ensure_future(thread.run(lambda db, a=a: db.post(a))) for a in rounds[:1]]
+    gap = asyncio.ensure_future(thread.run(lambda db: db.post(rounds[2])))
+    fault = asyncio.ensure_future(thread.run(lambda db: (db.post(rounds[1]), 1 / 0)))
+    good += [asyncio.ensure_future(thread.run(lambda db, a=a: db.post(a))) for a in rounds[1:]]
     await held.release()
     assert await asyncio.gather(*good) == [True] * 3
     with pytest.raises(LedgerConflictError):
@@ -104,13 +104,13 @@ async def test_nobody_is_told_of_what_was_not_committed(thread: LedgerThread, mo
 
     before_each_query(monkeypatch, fail)
     results = await asyncio.gather(
-        thread.run(lambda db: db.post(make_accounts(1)[0])), thread.run(lambda db: db.add_admission(admitted(1))),
+        thread.run(lambda db: db.post(make_credits(1)[0])), thread.run(lambda db: db.add_admission(admitted(1))),
         return_exceptions=True,
     )  # fmt: skip
     assert all(isinstance(r, LedgerError) for r in results)
     assert await thread.read(lambda db: (db.size(), db.admissions())) == (0, [])
     full = False
-    assert await thread.run(lambda db: db.post(make_accounts(1)[0]))
+    assert await thread.run(lambda db: db.post(make_credits(1)[0]))
     assert await thread.run(lambda db: db.check()) == []
 
 

@@ -59,14 +59,14 @@ def test_a_pause_is_no_part_of_the_round_that_it_falls_into():
     w = Watch()
     w.round({0: 10})
     w.now += 10_000
-    w.seen.rest()
+    w.seen.note_pause()
     seen = w.round({0: 10}, train=30, exchange=5, commit=2)
     assert (seen.train, seen.whole) == (30, 37)
     certificate = w.swarm.chain.add({0: 10})
     w.now += 20
     w.swarm.hear(*certificate.record.body.updates)
     w.now += 5
-    w.seen.rest()  # peers that have announced are still in the round
+    w.seen.note_pause()  # peers that have announced are still in the round
     assert w.certified(certificate).whole == 25
 
 
@@ -199,7 +199,7 @@ def test_a_pause_at_a_restart_is_no_part_of_the_round_after_it():
     again.swarm.listen(again.seen.receive)
     again.seen.restore(list(w.seen))
     again.now += 10_000
-    again.seen.rest()
+    again.seen.note_pause()
     assert again.round({0: 10}, train=9).train == 9
 
 
@@ -207,10 +207,10 @@ def test_a_round_on_another_branch_does_not_follow():
     w = Watch()
     w.round({0: 10})
     rival = w.swarm.chain.fork(1).add({1: 10})
-    account, last = (credits_of(c, RULE) for c in (rival, w.swarm.chain.certificates[0]))
-    assert w.seen.is_followed_by(account) and not w.seen.is_followed_by(last)
+    credits, last = (credits_of(c, RULE) for c in (rival, w.swarm.chain.certificates[0]))
+    assert w.seen.is_followed_by(credits) and not w.seen.is_followed_by(last)
     w.round({0: 10})
-    assert not w.seen.is_followed_by(account)
+    assert not w.seen.is_followed_by(credits)
 
 
 def test_the_file_is_bounded_and_rubbish_in_it_is_left_out(tmp_path):

@@ -171,7 +171,7 @@ def test_the_loaded_latency_of_a_stream_that_ended_holds_for_the_next_one():
         async def get(seconds: float) -> None:
             got = asyncio.ensure_future(pool.request(PEER, Priority.SMALL, request, CHUNK))
             await asyncio.sleep(seconds)
-            readers[-1].feed_data(BlobReply(ReplyStatus.OK, bytes(CHUNK)).head() + bytes(CHUNK))
+            readers[-1].feed_data(BlobReply(ReplyStatus.OK, bytes(CHUNK)).prefix() + bytes(CHUNK))
             await got
 
         await get(2.0)

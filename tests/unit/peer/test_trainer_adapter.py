@@ -311,7 +311,7 @@ def test_memory_counts_the_base_as_it_is_held(of_each_dtype):
     assert adapter is not None
     held = sum(t.nbytes for t in base.values())
     assert held_bytes(config, adapter, "cpu") == held
-    # On a GPU linear layers are in bf16: here the head, and those that are not quantised.
+    # On a GPU linear layers are in bf16: here the output layer, and those that are not quantised.
     linear = sum(
         t.numel()
         for name, t in base.items()

@@ -242,8 +242,8 @@ def test_what_was_dropped_leaves_with_what_decay_has_left_of_it_also_after_a_res
     apply(twin, ask(accepted_round(0, (1, made)), made))  # the same, but for what was dropped
     for peer in (trainer, twin):
         peer.backend.outer.announce()  # decays
-    trainer.base.ledger.decay()
-    assert next(iter(trainer.base.ledger.entries.values())).factor == 0.5
+    trainer.base.feedback_contents.decay()
+    assert next(iter(trainer.base.feedback_contents.entries.values())).factor == 0.5
     trainer.checkpointer.save_now()
     again, heard = born(world)
     again.load(world.load(record, next_window=made.end_window))
@@ -253,7 +253,7 @@ def test_what_was_dropped_leaves_with_what_decay_has_left_of_it_also_after_a_res
     again.load(world.load(accepted_round(0, (1, made)), next_window=made.end_window))
     gone = {n: (was[n] - t) for n, t in again.backend.outer.feedback.items()}
     same(gone, left_out(world, record, made))  # twice as much was added, and half of it is left
-    assert not again.base.ledger.entries and twin.base.ledger.entries == {}
+    assert not again.base.feedback_contents.entries and twin.base.feedback_contents.entries == {}
 
 
 def test_the_files_that_say_what_was_put_back_stay_as_long_as_a_saved_state_needs_them(world):
@@ -267,7 +267,7 @@ def test_the_files_that_say_what_was_put_back_stay_as_long_as_a_saved_state_need
 
     assert files() == 1
     trainer.load(world.load(restore=(made.blob_path,)))
-    assert files() == 1 and trainer.base.ledger.holds_all_of(made.digest)
+    assert files() == 1 and trainer.base.feedback_contents.holds_all_of(made.digest)
     trainer.checkpointer.save_now()
     trainer.load(world.load())
     assert not files()
@@ -284,7 +284,7 @@ def test_a_selection_that_is_gone_is_told(world):
         path.write_bytes(b"rubbish")
     trainer.load(world.load(restore=(made.blob_path,)))
     assert heard.kinds() == ["lost-update"] and "damaged" in heard[0][2]
-    assert trainer.base.ledger.holds_all_of(made.digest)
+    assert trainer.base.feedback_contents.holds_all_of(made.digest)
 
 
 def test_a_round_before_the_checkpoint_whose_files_are_gone_is_told_and_costs_no_state(world):
@@ -328,9 +328,9 @@ def test_many_ranks_do_the_same(world):
         digests = {apply(one, ask(record, made)).state_digest, apply(many, ask(theirs, mine)).state_digest}
         assert len(digests) == 1
         many.checkpointer.save_now()
-        assert many.base.ledger.entries[mine.digest].only is not None
+        assert many.base.feedback_contents.entries[mine.digest].only is not None
         many.load(world.load(restore=(mine.blob_path,)))
-        assert many.base.ledger.holds_all_of(mine.digest)
+        assert many.base.feedback_contents.holds_all_of(mine.digest)
         one.load(world.load(restore=(made.blob_path,)))
         after = [update(t, world.folder / f"after-{i}") for i, t in enumerate((one, many))]
         a, b = (whole(world, m) for m in after)

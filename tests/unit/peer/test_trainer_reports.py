@@ -127,20 +127,21 @@ def in_a_thread(work) -> threading.Thread:
 
 # -- MFU -------------------------------------------------------------------------------------------------------
 
-# Two layers, hidden 32, wide 64: q, k, v, o of 32 x 32 and three of 32 x 64; a head of 256 x 32. No norms, no look-ups.
-LAYER, HEAD, WINDOW = 4 * 1024 + 3 * 2048, 8192, 16
+# Two layers, hidden 32, wide 64: q, k, v, o of 32 x 32 and three of 32 x 64; an output layer of 256 x 32. No norms, no
+# look-ups.
+LAYER, OUTPUT, WINDOW = 4 * 1024 + 3 * 2048, 8192, 16
 
 
 @pytest.mark.parametrize(
     ("change", "count"),
     [
-        ({}, 6 * (2 * LAYER + HEAD) + 12 * 2 * 32 * WINDOW),
-        ({"tie_word_embeddings": False}, 6 * (2 * LAYER + HEAD) + 12 * 2 * 32 * WINDOW),
-        ({"num_key_value_heads": 1}, 6 * (2 * (LAYER - 1024) + HEAD) + 12 * 2 * 32 * WINDOW),
+        ({}, 6 * (2 * LAYER + OUTPUT) + 12 * 2 * 32 * WINDOW),
+        ({"tie_word_embeddings": False}, 6 * (2 * LAYER + OUTPUT) + 12 * 2 * 32 * WINDOW),
+        ({"num_key_value_heads": 1}, 6 * (2 * (LAYER - 1024) + OUTPUT) + 12 * 2 * 32 * WINDOW),
         # Heads of another size than hidden / heads: q and o of 32 x 64, k and v too.
-        ({"model_type": "qwen3", "head_dim": 32}, 6 * (2 * (LAYER + 4 * 1024) + HEAD) + 12 * 2 * 64 * WINDOW),
-        ({"model_type": "mistral", "sliding_window": 4}, 6 * (2 * LAYER + HEAD) + 12 * 2 * 32 * 4),
-        ({"model_type": "mistral", "sliding_window": 99}, 6 * (2 * LAYER + HEAD) + 12 * 2 * 32 * WINDOW),
+        ({"model_type": "qwen3", "head_dim": 32}, 6 * (2 * (LAYER + 4 * 1024) + OUTPUT) + 12 * 2 * 64 * WINDOW),
+        ({"model_type": "mistral", "sliding_window": 4}, 6 * (2 * LAYER + OUTPUT) + 12 * 2 * 32 * 4),
+        ({"model_type": "mistral", "sliding_window": 99}, 6 * (2 * LAYER + OUTPUT) + 12 * 2 * 32 * WINDOW),
         ({"model_type": "mixtral", "num_local_experts": 2}, None),
     ],
     ids=str,

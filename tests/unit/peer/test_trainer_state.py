@@ -155,7 +155,7 @@ def test_neither_a_missed_update_nor_what_it_left_over_is_halved(tmp_path):
         left = copied(trainer.backend.outer.feedback)
         if trainer is two:  # nothing that was added since may count twice
             another = {n: torch.full_like(t, 2**-7) for n, t in learnt.items()}
-            trainer.base.ledger.missed(bytes(trainer.base.codec.encode(copied(another))), None)
+            trainer.base.feedback_contents.missed(bytes(trainer.base.codec.encode(copied(another))), None)
         apply(trainer, Apply(accepted_round(0), (made.blob_path,), 0, 0))
     same(one.backend.outer.feedback, {n: t / 0.5 for n, t in learnt.items()})
     same(two.backend.outer.feedback, {n: (learnt[n] - t + 2**-7) / 0.5 + t for n, t in left.items()})
@@ -232,7 +232,7 @@ def test_while_the_run_rests_nothing_is_trained_and_an_update_claims_what_the_ow
     trainer = loaded(world)
     train(trainer, 2)
     orders = Orders(False, world.spec.max_update_windows, world.spec.round.target_tokens)
-    trainer.steps.set_orders(replace(orders, rests=True))
+    trainer.steps.set_orders(replace(orders, is_idle=True))
     assert not trainer.steps.may_train
     trainer.steps.set_orders(orders)
     assert trainer.steps.may_train

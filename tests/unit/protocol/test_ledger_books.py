@@ -34,7 +34,7 @@ def chain_of(rounds: int) -> ChainMaker:
     return chain
 
 
-def accounts_of(chain: ChainMaker):
+def credits_in(chain: ChainMaker):
     return [credits_of(c, RULE) for c in chain.certificates]
 
 
@@ -64,14 +64,14 @@ def again(ledger: Ledger, where: str) -> Ledger:
 
 
 def test_credit_is_pending_until_enough_rounds_are_posted_after_it(ledger, ledger_place):
-    accounts = accounts_of(chain_of(5))
-    for account in accounts:
-        ledger.post(account)
+    rounds = credits_in(chain_of(5))
+    for credits in rounds:
+        ledger.post(credits)
         ledger = again(ledger, ledger_place)
     assert (ledger.size(), ledger.settled_count()) == (5, 3)
-    assert settled_in(ledger) == sum_credits(accounts[:3])
+    assert settled_in(ledger) == sum_credits(rounds[:3])
     standing = ledger.balances()[peer(1).key]
-    assert standing.pending == sum_credits(accounts[3:])[peer(1).key] and not standing.voided.rounds
+    assert standing.pending == sum_credits(rounds[3:])[peer(1).key] and not standing.voided.rounds
     assert [e.status for e in ledger.history_of(peer(1).key)] == ["pending"] * 2 + ["settled"] * 3
     assert [e.number for e in ledger.history_of(peer(1).key, limit=2)] == [4, 3]
     assert [e.number for e in ledger.history_of(peer(1).key, before=3)] == [2, 1, 0]
@@ -79,22 +79,22 @@ def test_credit_is_pending_until_enough_rounds_are_posted_after_it(ledger, ledge
 
 def test_a_verdict_voids_a_line_while_it_is_pending_and_never_after(ledger, ledger_place):
     chain = chain_of(2)
-    first, second = accounts_of(chain)
+    first, second = credits_in(chain)
     lost = second.lines[0]
     ledger.add_verdicts(second.round, [Verdict(second.record, lost.peer, "too fast")] * 2)
     assert [v.peer for v in ledger.verdicts(9, [first, second])] == [lost.peer]
-    for account in (first, second):
-        ledger.post(account)
+    for credits in (first, second):
+        ledger.post(credits)
     assert len(ledger.verdicts(9)) == 1  # no record carries it yet
     carry(chain, 1, ledger.verdicts(9))
     chain.add({1: 50})
     ledger = again(ledger, ledger_place)
-    ledger.post(accounts_of(chain)[2])
+    ledger.post(credits_in(chain)[2])
     assert ledger.verdicts(9) == ()
     late = (Verdict(first.record, first.lines[1].peer, "too late"), Verdict(second.record, lost.peer, "twice"))
     carry(chain, 2, tuple(sorted(late, key=lambda v: (v.record, v.peer))))
     chain.add({1: 60})
-    ledger.post(accounts_of(chain)[3])
+    ledger.post(credits_in(chain)[3])
     b = ledger.balances()[lost.peer]
     assert (b.voided.micro_credits, b.voided.rounds) == (lost.micro_credits, 1)
     assert b.settled.micro_credits == first.lines[0].micro_credits
@@ -105,14 +105,14 @@ def test_a_verdict_voids_a_line_while_it_is_pending_and_never_after(ledger, ledg
 
 def test_verdicts_that_never_came_into_the_chain_are_forgotten(ledger, ledger_place):
     chain = chain_of(6)
-    for account in accounts_of(chain):
-        ledger.add_verdicts(account.round, [Verdict(account.record, account.lines[0].peer, "too fast")])
-        lost = Digest(bytes([account.round]) * 32)
-        ledger.add_verdicts(account.round, [Verdict(lost, peer(0).key, "another branch")])
-        ledger.post(account)
-    accounts = accounts_of(chain)
-    assert [v.record for v in ledger.verdicts(99)] == [a.record for a in accounts[-len(ledger.verdicts(99)) :]]
-    assert accounts[5].record in {v.record for v in ledger.verdicts(99)} and len(ledger.verdicts(1)) == 1
+    for credits in credits_in(chain):
+        ledger.add_verdicts(credits.round, [Verdict(credits.record, credits.lines[0].peer, "too fast")])
+        lost = Digest(bytes([credits.round]) * 32)
+        ledger.add_verdicts(credits.round, [Verdict(lost, peer(0).key, "another branch")])
+        ledger.post(credits)
+    rounds = credits_in(chain)
+    assert [v.record for v in ledger.verdicts(99)] == [a.record for a in rounds[-len(ledger.verdicts(99)) :]]
+    assert rounds[5].record in {v.record for v in ledger.verdicts(99)} and len(ledger.verdicts(1)) == 1
     with closing(connect(ledger_place, SPEC, reader=True)) as found:
         stored = {bytes(r[0]) for r in found.query("SELECT record FROM verdicts")}
     assert bytes([0]) * 32 not in stored and bytes([5]) * 32 in stored
@@ -121,17 +121,17 @@ def test_verdicts_that_never_came_into_the_chain_are_forgotten(ledger, ledger_pl
 def test_verdicts_of_forks_and_those_that_the_branch_carries_crowd_out_no_other(ledger):
     """Up to 64 verdicts are given at once: only those that can still void something on this branch count."""
     chain = chain_of(1)
-    ledger.post(accounts_of(chain)[0])
+    ledger.post(credits_in(chain)[0])
     for n in range(70):
         ledger.add_verdicts(Round(1), [Verdict(Digest(bytes([n]) * 32), peer(0).key, "a fork that is never final")])
     chain.add({n: 40 + n for n in range(70)})
-    wrong = accounts_of(chain)[1]
+    wrong = credits_in(chain)[1]
     ledger.add_verdicts(Round(1), [Verdict(wrong.record, line.peer, "too fast") for line in wrong.lines])
     first = ledger.verdicts(64, [wrong])
     assert len(first) == 64 and {v.record for v in first} == {wrong.record}
     carry(chain, 1, first)
     chain.add({1: 50})
-    following = accounts_of(chain)[2]
+    following = credits_in(chain)[2]
     rest = ledger.verdicts(64, [wrong, following])
     assert len(rest) == 6 and not set(rest) & set(first)
     assert ledger.verdicts(64, [wrong]) == first  # on a branch without that record they are due again
@@ -139,34 +139,34 @@ def test_verdicts_of_forks_and_those_that_the_branch_carries_crowd_out_no_other(
 
 def test_after_a_rollback_the_chain_goes_on_elsewhere_and_what_was_issued_stays(ledger, ledger_place):
     chain = chain_of(4)
-    accounts = accounts_of(chain)
-    for account in accounts:
-        ledger.post(account)
-    rollback = back(accounts[1].record, 2)
+    rounds = credits_in(chain)
+    for credits in rounds:
+        ledger.post(credits)
+    rollback = back(rounds[1].record, 2)
     assert ledger.rollback(rollback)
     assert ledger.rollback(rollback) is False and ledger.epoch() == 1
     ledger = again(ledger, ledger_place)
-    assert ledger.last() == (1, accounts[1].record)
+    assert ledger.last() == (1, rounds[1].record)
     with pytest.raises(LedgerConflictError, match="rolled back"):
-        ledger.post(accounts[2])
+        ledger.post(rounds[2])
     other = chain.fork(2)
     for r in range(3):
         other.add({5: 9000 + r}, attempt=1)
-    for account in accounts_of(other):
-        ledger.post(account)
+    for credits in credits_in(other):
+        ledger.post(credits)
     # The owner's next directive names the rollback again: what came after it stays.
     assert ledger.rollback(rollback) is False
-    assert ledger.accounts(limit=9) == accounts_of(other)
+    assert ledger.round_credits(limit=9) == credits_in(other)
     assert [r.round for r in ledger.rounds()] == [0, 1, 2, 3, 4]
     # All of the branch that was left settled by the count of rounds, like any other.
-    assert settled_in(ledger)[peer(0).key] == sum_credits(accounts)[peer(0).key]
+    assert settled_in(ledger)[peer(0).key] == sum_credits(rounds)[peer(0).key]
     with pytest.raises(LedgerConflictError, match="branch has no such round"):
-        ledger.rollback(back(accounts[3].record, 4, 2))
+        ledger.rollback(back(rounds[3].record, 4, 2))
 
 
 def test_all_settles_when_the_run_has_its_tokens(tmp_path):
     chain = chain_of(5)
-    spec = make_spec(credit={"hold_rounds": 2}, total_tokens=sum(a.tokens for a in accounts_of(chain)))
+    spec = make_spec(credit={"hold_rounds": 2}, total_tokens=sum(a.tokens for a in credits_in(chain)))
     rule, chain = CreditRule.of(spec), ChainMaker(spec)
     for r in range(5):
         chain.add({n: 5000 + 100 * n + r for n in range(3)})
@@ -181,10 +181,10 @@ def test_all_settles_when_the_run_has_its_tokens(tmp_path):
 def test_the_index_is_made_again_from_the_certificates(ledger_place, tmp_path):
     """Also what verdicts voided, and what a rollback left."""
     chain = chain_of(3)
-    left = accounts_of(chain)
+    left = credits_in(chain)
     carry(chain, 1, (Verdict(left[2].record, peer(1).key, "too fast"),))
     chain.add({2: 70})
-    left = accounts_of(chain)
+    left = credits_in(chain)
     other = chain.fork(2)
     carry(other, 2, (), back(left[1].record, 2))
     for r in range(4):
@@ -192,9 +192,9 @@ def test_the_index_is_made_again_from_the_certificates(ledger_place, tmp_path):
     answers = []
     for where in (ledger_place, str(tmp_path / "again.sqlite")):
         ledger = Ledger(where, SPEC)
-        for account in [*left, *accounts_of(other)[2:]]:  # the rollback follows from the record that carries it
-            ledger.post(account)
-        answers.append((ledger.balances(), ledger.last(), ledger.accounts(limit=99), ledger.settled_count(),
+        for credits in [*left, *credits_in(other)[2:]]:  # the rollback follows from the record that carries it
+            ledger.post(credits)
+        answers.append((ledger.balances(), ledger.last(), ledger.round_credits(limit=99), ledger.settled_count(),
                         [[x.status for x in ledger.history_of(peer(n).key)] for n in range(6)],
                         [replace(r, time=0) for r in ledger.credited(0, 99)]))  # fmt: skip
         assert ledger.check() == [] and ledger.balances()[peer(1).key].voided.rounds == 1
@@ -205,8 +205,8 @@ def test_the_index_is_made_again_from_the_certificates(ledger_place, tmp_path):
 def test_a_clock_that_was_set_back_writes_the_time_of_the_round_before(ledger_place):
     clock = [5000.0]
     ledger = Ledger(ledger_place, SPEC, now=lambda: clock[0])
-    for account in accounts_of(chain_of(4)):
-        ledger.post(account)
+    for credits in credits_in(chain_of(4)):
+        ledger.post(credits)
         clock[0] -= 1000
     assert {r.time for r in ledger.credited(0, 100)} == {5_000_000}
     assert ledger.check() == []
@@ -216,12 +216,12 @@ def test_a_clock_that_was_set_back_writes_the_time_of_the_round_before(ledger_pl
 def test_refusals_are_bounded_for_each_peer_and_in_all(ledger, monkeypatch):
     monkeypatch.setattr("coordinator.ledger.store.MAX_REFUSALS_OF_PEER", 3)
     monkeypatch.setattr("coordinator.ledger.store.MAX_REFUSALS", 8)
-    (account,) = accounts_of(chain_of(1))
-    ledger.post(account)
+    (credits,) = credits_in(chain_of(1))
+    ledger.post(credits)
 
     def refuse(number: int, of: int) -> None:
         update = Digest(bytes([of, number]) + bytes(30))
-        ledger.add_refusal(RefusedUpdate(account.round, account.parent, account.record, peer(of).key, update, "", 1.0))
+        ledger.add_refusal(RefusedUpdate(credits.round, credits.parent, credits.record, peer(of).key, update, "", 1.0))
 
     def kept(of: int) -> list[int]:
         return sorted(r.update[1] for _, r in ledger.refused(peer(of).key))
@@ -238,26 +238,26 @@ def test_refusals_are_bounded_for_each_peer_and_in_all(ledger, monkeypatch):
 
 def test_refusals_of_records_that_never_became_final_are_deleted(ledger, ledger_place):
     chain = chain_of(4)
-    accounts = accounts_of(chain)
-    for account in accounts:
-        for record in (account.record, Digest(bytes([account.round]) * 32)):
+    rounds = credits_in(chain)
+    for credits in rounds:
+        for record in (credits.record, Digest(bytes([credits.round]) * 32)):
             ledger.add_refusal(
-                RefusedUpdate(account.round, account.parent, record, peer(8).key, Digest(bytes(32)), "late", 1.0)
+                RefusedUpdate(credits.round, credits.parent, record, peer(8).key, Digest(bytes(32)), "late", 1.0)
             )
-        ledger.post(account)
+        ledger.post(credits)
     with closing(connect(ledger_place, SPEC, reader=True)) as found:
         stored = {bytes(r[0]) for r in found.query("SELECT record FROM refusals")}
     hold = SPEC.credit.hold_rounds
-    assert {bytes(a.record) for a in accounts} <= stored
+    assert {bytes(a.record) for a in rounds} <= stored
     assert {r[0] for r in stored if len(set(r)) == 1} == set(range(4 - hold, 4))
 
 
 def test_refusals_and_bindings_are_kept_in_order(ledger):
-    accounts = accounts_of(chain_of(2))
-    for account in accounts:
-        ledger.post(account)
+    rounds = credits_in(chain_of(2))
+    for credits in rounds:
+        ledger.post(credits)
     who = peer(8).key
-    first, second = (RefusedUpdate(a.round, a.parent, a.record, who, Digest(bytes(32)), "late", 3.5) for a in accounts)
+    first, second = (RefusedUpdate(a.round, a.parent, a.record, who, Digest(bytes(32)), "late", 3.5) for a in rounds)
     assert ledger.add_refusal(first) and ledger.add_refusal(second) and not ledger.add_refusal(first)
     (number, newest), (_, oldest) = ledger.refused(who)
     assert (newest, oldest) == (second, first) and [r for _, r in ledger.refused(who, before=number)] == [first]
@@ -269,36 +269,36 @@ def test_refusals_and_bindings_are_kept_in_order(ledger):
 
 
 def test_two_processes_with_one_ledger_do_not_double_a_round(ledger, ledger_place):
-    accounts = accounts_of(chain_of(6))
+    rounds = credits_in(chain_of(6))
     second = Ledger(ledger_place, SPEC)
-    for i, account in enumerate(accounts):
-        assert (ledger, second)[i % 2].post(account)
-        assert not (second, ledger)[i % 2].post(account)
+    for i, credits in enumerate(rounds):
+        assert (ledger, second)[i % 2].post(credits)
+        assert not (second, ledger)[i % 2].post(credits)
     assert second.balances() == ledger.balances() and second.check() == []
     second.close()
 
 
 def test_a_transaction_that_fails_leaves_nothing_in_memory_either(ledger):
-    accounts = accounts_of(chain_of(3))
-    ledger.post(accounts[0])
+    rounds = credits_in(chain_of(3))
+    ledger.post(rounds[0])
     with pytest.raises(RuntimeError):
         with ledger.group():
-            ledger.post(accounts[1])
+            ledger.post(rounds[1])
             raise RuntimeError("the machine is on fire")
-    assert ledger.last() == (0, accounts[0].record) and ledger.size() == 1
+    assert ledger.last() == (0, rounds[0].record) and ledger.size() == 1
     with ledger.group():
-        ledger.post(accounts[1])
+        ledger.post(rounds[1])
         with pytest.raises(LedgerConflictError):
             ledger.post(stranger())
-        ledger.post(accounts[2])
-    assert ledger.last() == (2, accounts[2].record)
+        ledger.post(rounds[2])
+    assert ledger.last() == (2, rounds[2].record)
 
 
 def stranger():
     """Round 0 of another chain."""
     other = ChainMaker(SPEC)
     other.add({7: 1}, attempt=3)
-    return accounts_of(other)[0]
+    return credits_in(other)[0]
 
 
 CHANGES = [
@@ -336,8 +336,8 @@ def test_of_a_large_ledger_the_newest_rounds_are_checked(tmp_path, monkeypatch, 
 def posted_and_altered(place: str, change: str) -> None:
     """Five rounds, and then what an operator with the database's own tools can do."""
     ledger = Ledger(place, SPEC)
-    for account in accounts_of(chain_of(5)):
-        ledger.post(account)
+    for credits in credits_in(chain_of(5)):
+        ledger.post(credits)
     ledger.close()
     Ledger(place, SPEC).close()
     db = connect(place, SPEC)
@@ -349,17 +349,17 @@ def test_a_connection_that_is_lost_is_an_error_once_and_then_made_again(postgres
     import psycopg
 
     with postgres_world.empty_database(postgres_url) as where:
-        ledger, accounts = Ledger(where, SPEC), accounts_of(chain_of(3))
+        ledger, rounds = Ledger(where, SPEC), credits_in(chain_of(3))
         reader = Ledger(where, SPEC, reader=True)
-        ledger.post(accounts[0])
+        ledger.post(rounds[0])
         with psycopg.connect(postgres_url, autocommit=True) as db:
             db.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname LIKE 'ledger_%'")
         with pytest.raises(LedgerError, match="check that the server runs"):
-            ledger.post(accounts[1])
+            ledger.post(rounds[1])
         with pytest.raises(LedgerError):
             reader.size()
         assert reader.size() == 1
-        assert ledger.post(accounts[1]) and ledger.post(accounts[2]) and ledger.check() == []
+        assert ledger.post(rounds[1]) and ledger.post(rounds[2]) and ledger.check() == []
         ledger.close()
         reader.close()
 

@@ -32,7 +32,7 @@ work = st.dictionaries(st.integers(0, 4), st.integers(1, 9000), min_size=1, max_
 class Posted:
     """A round that was posted, as the model knows it."""
 
-    account: RoundCredits
+    credits: RoundCredits
     voided: set[int] = field(default_factory=set)
 
 
@@ -66,8 +66,8 @@ class LedgerMachine(RuleBasedStateMachine):
 
     # -- what is made ----------------------------------------------------------------------------------------
 
-    def account(self, round_: int, parent: Digest, windows: dict[int, int]) -> RoundCredits:
-        """Return the account of a new round."""
+    def new_credits(self, round_: int, parent: Digest, windows: dict[int, int]) -> RoundCredits:
+        """Return the credits of a new round."""
         self.made += 1
         record = Digest(sha256(b"record", self.made.to_bytes(8, "big")))
         lines = tuple(
@@ -81,7 +81,7 @@ class LedgerMachine(RuleBasedStateMachine):
         return self.branch[-1].record if self.branch else genesis_digest(self.spec.run_id)
 
     def next(self, windows: dict[int, int]) -> RoundCredits:
-        return self.account(len(self.branch), self.tip, windows)
+        return self.new_credits(len(self.branch), self.tip, windows)
 
     def is_settled(self, number: int) -> bool:
         return len(self.posted) - 1 - number >= self.rule_.hold_rounds
@@ -90,10 +90,10 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(windows=work)
     def submit(self, windows: dict[int, int]) -> None:
-        account = self.next(windows)
-        assert self.ledger.post(account)
-        self.branch.append(account)
-        self.posted.append(Posted(account))
+        credits = self.next(windows)
+        assert self.ledger.post(credits)
+        self.branch.append(credits)
+        self.posted.append(Posted(credits))
 
     @rule(windows=work)
     def settle(self, windows: dict[int, int]) -> None:
@@ -110,12 +110,12 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), windows=work)
     def equivocate(self, data, windows: dict[int, int]) -> None:
         """Another record for a round that is there, other lines for its record, a round that does not follow."""
-        account = data.draw(st.sampled_from(self.branch))
-        more = tuple(replace(e, micro_credits=e.micro_credits + 1) for e in account.lines)
+        credits = data.draw(st.sampled_from(self.branch))
+        more = tuple(replace(e, micro_credits=e.micro_credits + 1) for e in credits.lines)
         follows = self.next(windows)
         for wrong in (
-            self.account(account.round, account.parent, windows),
-            replace(account, lines=more),
+            self.new_credits(credits.round, credits.parent, windows),
+            replace(credits, lines=more),
             replace(follows, round=Round(follows.round + 1)),
             replace(follows, parent=Digest(bytes(32))),
             replace(follows, lines=(*follows.lines, follows.lines[0])),
@@ -136,15 +136,15 @@ class LedgerMachine(RuleBasedStateMachine):
         """Post a round that carries verdicts on another one: on a line, on nobody, on a record that is unknown."""
         number = data.draw(st.integers(max(0, len(self.posted) - 6), len(self.posted) - 1))
         posted = self.posted[number]
-        i = data.draw(st.integers(0, len(posted.account.lines) - 1))
-        record, who = posted.account.record, posted.account.lines[i].peer
+        i = data.draw(st.integers(0, len(posted.credits.lines) - 1))
+        record, who = posted.credits.record, posted.credits.lines[i].peer
         verdicts = (Verdict(record, who, "x"), Verdict(record, peer(99).key, "x"), Verdict(Digest(bytes(32)), who, "x"))
-        account = replace(self.next(windows), verdicts=verdicts)
-        assert self.ledger.post(account)
+        credits = replace(self.next(windows), verdicts=verdicts)
+        assert self.ledger.post(credits)
         if not self.is_settled(number):
             posted.voided.add(i)
-        self.branch.append(replace(account, verdicts=()))
-        self.posted.append(Posted(account))
+        self.branch.append(replace(credits, verdicts=()))
+        self.posted.append(Posted(credits))
 
     @precondition(lambda self: self.branch)
     @rule(data=st.data(), by_record=st.booleans(), windows=work)
@@ -157,10 +157,10 @@ class LedgerMachine(RuleBasedStateMachine):
         self.gone += self.branch[to.round + 1 :]
         del self.branch[to.round + 1 :]
         if by_record and ahead:
-            account = replace(self.next(windows), rollback=rollback)
-            assert self.ledger.post(account)
-            self.branch.append(replace(account, rollback=None))
-            self.posted.append(Posted(account))
+            credits = replace(self.next(windows), rollback=rollback)
+            assert self.ledger.post(credits)
+            self.branch.append(replace(credits, rollback=None))
+            self.posted.append(Posted(credits))
         else:
             assert self.ledger.rollback(rollback)
         assert self.ledger.rollback(rollback) is False
@@ -173,14 +173,14 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(windows=work, then=st.sampled_from(["fail", "part", "other process"]))
     def crash(self, windows: dict[int, int], then: str) -> None:
         """Interrupt a transaction, apply part of one, or let another process write meanwhile."""
-        account = self.next(windows)
+        credits = self.next(windows)
         if then == "other process":
             other = Ledger(self.where, self.spec, now=lambda: self.clock)
-            assert other.post(account)
+            assert other.post(credits)
             other.close()
         elif then == "fail":
             with pytest.raises(RuntimeError), self.ledger.group():
-                self.ledger.post(account)
+                self.ledger.post(credits)
                 raise RuntimeError("the machine is gone")
             return
         else:
@@ -188,9 +188,9 @@ class LedgerMachine(RuleBasedStateMachine):
                 with pytest.raises(RuntimeError), self.ledger.part():
                     self.ledger.post(self.next(windows))
                     raise RuntimeError("one of many")
-                self.ledger.post(account)
-        self.branch.append(account)
-        self.posted.append(Posted(account))
+                self.ledger.post(credits)
+        self.branch.append(credits)
+        self.posted.append(Posted(credits))
 
     @rule(seconds=st.integers(-(10**6), 10**6))
     def clock_jumps(self, seconds: int) -> None:
@@ -202,12 +202,12 @@ class LedgerMachine(RuleBasedStateMachine):
     def nothing_is_lost_or_doubled(self) -> None:
         expected: dict[bytes, PeerBalances] = {}
         for number, posted in enumerate(self.posted):
-            for i, line in enumerate(posted.account.lines):
+            for i, line in enumerate(posted.credits.lines):
                 kind = "voided" if i in posted.voided else "settled" if self.is_settled(number) else "pending"
                 s = expected.get(line.peer, PeerBalances())
                 expected[line.peer] = replace(s, **{kind: getattr(s, kind).plus(line)})
         assert self.ledger.balances() == expected
-        assert self.ledger.accounts(limit=1000) == self.branch
+        assert self.ledger.round_credits(limit=1000) == self.branch
         assert self.ledger.last() == ((self.branch[-1].round, self.tip) if self.branch else None)
         assert Balance() not in [s.settled for s in expected.values() if s.settled.rounds]
 

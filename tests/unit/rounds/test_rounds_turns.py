@@ -15,7 +15,7 @@ from protocol.ids import Digest, PeerKey, Round, sha256
 from protocol.messages import RoundRecord, UpdateHeader, Vote
 from protocol.rounds import events as ev
 from protocol.rounds.round_state import MIN_STRANGERS, RoundState, proposer_order
-from tests.simulation.checkers import check_account, check_counted_once, disagreement
+from tests.simulation.checkers import check_counted_once, check_every_window, disagreement
 from tests.simulation.network import Weather
 from tests.simulation.node import Node
 from tests.simulation.signer import FakeSigner, certificate
@@ -74,7 +74,7 @@ def swarm(honest: int, kind: type[Node], others: int, seconds: float) -> World:
         world.clock.at(0.01 * i, world.add(Node if i < honest else kind, speed=2.0).boot)
     world.clock.run_until(seconds)
     for node in world.honest:
-        check_account(world, node)
+        check_every_window(world, node)
     assert disagreement(world.honest) is None
     return world
 

@@ -142,11 +142,11 @@ function decidedCase(c, now) {
     return el("article", { class: "case", "data-verdict": "acquitted" }, el("p", {}, outcome(c), " in round ", roundLink(d.round), ": its update of round ", roundLink(c.round), " was accused, and most of a jury's stake found it good. It costs this peer nothing."), reports(c));
   }
   const voided = d.micro_credits_voided === null ? "Its pending credit is void once this record is final" : `Its pending credit (${credits(d.micro_credits_voided)}) is void`;
-  const rests = now < d.barred_until;
+  const isBarred = now < d.barred_until;
   return el("article", { class: "case" },
     el("p", {}, outcome(c), " in round ", roundLink(d.round), ". Its update of round ", roundLink(c.round), " was not trained as it claims, said most of a jury's stake: ", summary(c), "."),
-    el("p", {}, `${voided}, and what it did before is no stake any more. `, rests ? `It rests until round ${d.barred_until}; the run is in round ${now}.` : `Its bar has ended with round ${d.barred_until}.`),
-    el("p", {}, el("strong", {}, "What its volunteer can do: "), rests
+    el("p", {}, `${voided}, and what it did before is no stake any more. `, isBarred ? `It is barred until round ${d.barred_until}; the run is in round ${now}.` : `Its bar has ended with round ${d.barred_until}.`),
+    el("p", {}, el("strong", {}, "What its volunteer can do: "), isBarred
       ? "leave it running. It trains again by itself when the bar ends, as a newcomer: each of its updates is checked until it has stake. Settled credit remains. A decision stands, so if the work was honest, find the cause first: faulty memory, an overclocked GPU, another driver or version of Cairn can give other bits. Then write to the run's owner with the number of this round."
       : "nothing more. It may train as a newcomer: each of its updates is checked until it has stake."),
     reports(c));
