@@ -158,7 +158,7 @@ def _cast_experts(experts: nn.Module, outermost: nn.Module) -> None:
             for name, parameter in held.items():
                 setattr(experts, name, parameter)
 
-    outermost.forward = forward
+    outermost.forward = forward if outermost is experts else torch.compiler.disable(forward)
 
 
 def add_adapter(model: nn.Module, adapter: AdapterSettings) -> LoraConfig:
@@ -181,6 +181,10 @@ def add_adapter(model: nn.Module, adapter: AdapterSettings) -> LoraConfig:
         peft.inject_adapter_in_model(config, model, NAME)
     except ValueError as e:
         raise SpecError(f"model.adapter: {one_line(e)}") from None
+    for module in model.modules():
+        if isinstance(module, peft.tuners.lora.layer.ParamWrapper):
+            # It changes its module's class in each pass, for which torch.compile would compile again.
+            module.forward = torch.compiler.disable(module.forward)
     for name, module in model.named_modules():
         if isinstance(module, peft.tuners.lora.LoraLayer) and module.get_base_layer() in ends:  # type: ignore[operator]
             raise SpecError(f"model.adapter.targets: {name} is an embedding or the output head: name linear modules")

@@ -16,9 +16,10 @@ from transformers import CONFIG_MAPPING
 
 from peer.channel import Apply
 from peer.errors import TrainingError
-from peer.training import trial
+from peer.training import layers, trial
 from peer.training.flops import flops_per_token
 from peer.training.inner_optimizer import MUON_MOMENTS
+from peer.training.layers import LayerOptions, Layers
 from peer.training.parallel import plans, setup
 from peer.training.parallel.model import build_rank_model, make_mesh
 from peer.training.parallel.parallel_dims import ParallelDims
@@ -226,6 +227,16 @@ def test_stacked_experts_are_held_in_bf16_and_compute_the_same(dtype, targets, t
     assert len(experts) == 2
     for name, tensor in experts.items():
         assert tensor.dtype == stored[name].dtype == torch.bfloat16 and torch.equal(tensor, stored[name])
+
+
+def test_compiled_layers_train_an_adapter_of_experts(tmp_path, monkeypatch):
+    monkeypatch.setattr(layers, "BACKEND", "aot_eager")
+    model = build_run_model(World.make(tmp_path, adapter=ADAPTER_OF_ALL, config=EXPERTS).spec.model)
+    before = passes(model)
+    made = Layers(model, LayerOptions(compiled=True))
+    for _ in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(before, passes(model), strict=True))
+    assert made.compiled
 
 
 def test_an_auditor_measures_with_the_base_in_fp32(world):
