@@ -2,6 +2,7 @@
 
 The adapter alone is the run's state. The base is a file of all the model's parameters, in the form of a checkpoint, and
 is named by its digest. Its linear layers may be quantised (see `quantised`). `peft` is imported for such runs only.
+Stacked experts are those that `transformers` from version 5 on holds as one parameter for all experts of a layer.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def build_run_model(model: ModelSpec, *, device: torch.device | str = "cpu", exa
 
 
 def held_dtype(adapter: AdapterSettings, device_type: str, *, exact: bool = False) -> torch.dtype:
-    """Return the dtype in which a device holds those linear layers of a base that are not quantised.
+    """Return the dtype in which a device holds a base's unquantised linear layers and its stacked experts.
 
     That is bf16 for a base of bf16 values on a GPU, unless it must also run in fp32 (`exact`), and fp32 elsewhere.
     Autocast makes the same numbers of both.
@@ -70,9 +71,9 @@ def build_adapted(
 ) -> nn.Module:
     """Build a model with an adapter, all zeros; only what the adapter trains has gradients.
 
-    `held`: the dtype of the base's linear layers. `quantised`: those that the base's file has quantised are held like
-    that. Not for two threads at once: accelerate's `init_empty_weights` changes what all threads build. Raises
-    SpecError.
+    `held`: the dtype of the base's linear layers and stacked experts. `quantised`: layers that the base's file has
+    quantised are held like that. Not for two threads at once: accelerate's `init_empty_weights` changes what all
+    threads build. Raises SpecError.
     """
     device = torch.device(device)
     if device.type == "meta":
@@ -93,8 +94,8 @@ def hold_base(
 ) -> Callable[[nn.Parameter], torch.dtype]:
     """Put an adapter and, if `quantised`, quantised layers on the device into a model on the meta device.
 
-    Return the function from its parameters to their dtypes: `held` of frozen linear layers, fp32 of others. Raises
-    SpecError.
+    Return the function from its parameters to their dtypes: `held` of frozen linear layers and stacked experts, fp32
+    of others. Raises SpecError.
     """
     add_adapter(model, adapter)
     return _hold_frozen(model, adapter, device, held=held, quantised=quantised)
@@ -109,10 +110,55 @@ def _hold_frozen(
             check_kernels(adapter.dtype, device)
         for name, layer in _to_quantise(model).items():
             model.set_submodule(name, QuantisedLinear(layer, adapter.dtype, device))
-    # Autocast rounds what linear layers read, and nothing else: experts and embeddings stay in fp32.
+    # Autocast rounds what linear layers read, and nothing else: embeddings stay in fp32, and experts of a base in fp32.
     looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    linear = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)} - looked_up
-    return lambda p: held if id(p) in linear and not p.requires_grad else torch.float32
+    rounded = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)} - looked_up
+    if adapter.kind == "BF16":
+        for experts, outermost in _stacked_experts(model).items():
+            _cast_experts(experts, outermost)
+            rounded |= {id(p) for p in experts.parameters(recurse=False)}
+    return lambda p: held if id(p) in rounded and not p.requires_grad else torch.float32
+
+
+def _stacked_experts(model: nn.Module) -> dict[nn.Module, nn.Module]:
+    """Return the modules of stacked experts, each with the outermost module that adds an adapter to it, or itself."""
+    found: dict[nn.Module, nn.Module] = {}
+    for outermost in model.modules():  # before those within it
+        experts = outermost
+        while isinstance(inner := getattr(experts, "base_layer", None), nn.Module):
+            experts = inner
+        if hasattr(experts, "is_transposed") and hasattr(experts, "has_bias"):
+            found.setdefault(experts, outermost)
+    return found
+
+
+def _cast_experts(experts: nn.Module, outermost: nn.Module) -> None:
+    """Make stacked experts compute in the same type however they are held: casts are for one pass.
+
+    That is autocast's type, as for linear layers: autocast does not know the products of stacked experts. `peft` adds
+    an adapter to the weights themselves. With one it is the adapter's type, since bf16 would round small changes away.
+    """
+    plain = outermost.forward
+
+    def forward(x: Tensor, *positional: Any, **named: Any) -> Tensor:
+        kind = x.device.type
+        if outermost is not experts:
+            dtype = outermost.lora_A[NAME].weight.dtype  # type: ignore[index]
+        elif torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            x = x.to(dtype)
+        else:
+            return plain(x, *positional, **named)
+        held = {n: p for n, p in experts.named_parameters(recurse=False) if p.dtype != dtype}
+        for name, parameter in held.items():
+            setattr(experts, name, nn.Parameter(parameter.to(dtype), requires_grad=False))
+        try:
+            return plain(x, *positional, **named)
+        finally:
+            for name, parameter in held.items():
+                setattr(experts, name, parameter)
+
+    outermost.forward = forward if outermost is experts else torch.compiler.disable(forward)
 
 
 def add_adapter(model: nn.Module, adapter: AdapterSettings) -> LoraConfig:
@@ -135,6 +181,10 @@ def add_adapter(model: nn.Module, adapter: AdapterSettings) -> LoraConfig:
         peft.inject_adapter_in_model(config, model, NAME)
     except ValueError as e:
         raise SpecError(f"model.adapter: {one_line(e)}") from None
+    for module in model.modules():
+        if isinstance(module, peft.tuners.lora.layer.ParamWrapper):
+            # It changes its module's class in each pass, for which torch.compile would compile again.
+            module.forward = torch.compiler.disable(module.forward)
     for name, module in model.named_modules():
         if isinstance(module, peft.tuners.lora.LoraLayer) and module.get_base_layer() in ends:  # type: ignore[operator]
             raise SpecError(f"model.adapter.targets: {name} is an embedding or the output layer: name linear modules")

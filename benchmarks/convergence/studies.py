@@ -175,7 +175,9 @@ METHOD_ROWS = (
 STREAM_ROWS = (
     METHOD_ROWS[0],
     _from(MOMENTUM_BASE, "overlap of 12 steps", overlap=12),
+    _from(MOMENTUM_BASE, "6 fragments, 2 steps", fragments=6, overlap=2),
     _from(MOMENTUM_BASE, "9 fragments, 2 steps", fragments=9, overlap=2),
+    _from(MOMENTUM_BASE, "12 fragments, 1 step", fragments=12, overlap=1),
     _from(MOMENTUM_BASE, "12 fragments, 2 steps", fragments=12, overlap=2),
     _from(MOMENTUM_BASE, "18 fragments, 1 step", fragments=18, overlap=1),
 )

@@ -48,6 +48,8 @@ def _tiny_llama_tensors() -> list[tuple[str, list[int]]]:
     return sorted(shapes.items())
 
 
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+"""Fields over those of a tiny Llama, for a model with experts."""
 TINY_LLAMA_TENSORS = _tiny_llama_tensors()
 """The layout of a model of TINY_LLAMA by `protocol.model.model_layout`: 28,832 parameters."""
 

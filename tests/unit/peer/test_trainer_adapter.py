@@ -16,9 +16,10 @@ from transformers import CONFIG_MAPPING
 
 from peer.channel import Apply
 from peer.errors import TrainingError
-from peer.training import trial
+from peer.training import layers, trial
 from peer.training.flops import flops_per_token
 from peer.training.inner_optimizer import MUON_MOMENTS
+from peer.training.layers import LayerOptions, Layers
 from peer.training.parallel import plans, setup
 from peer.training.parallel.model import build_rank_model, make_mesh
 from peer.training.parallel.parallel_dims import ParallelDims
@@ -41,6 +42,7 @@ from protocol.training_memory import model_bytes, round_bytes
 from tests.support.local_trainer import born, closed, copied, loaded, train, update  # noqa: F401
 from tests.support.long_cases import long_cases
 from tests.support.parallel_world import join
+from tests.support.specs import EXPERTS
 from tests.support.trainer_world import BATCH, World, accepted_round, apply
 
 ADAPTER = AdapterSettings(rank=4, alpha=8, train=["input_layernorm"])
@@ -172,23 +174,69 @@ def test_a_base_of_another_model_is_refused_whatever_its_digest(of_each_dtype):
 def test_a_base_held_in_bf16_or_quantised_gives_the_same_bits_under_autocast(of_each_dtype):
     spec, file = of_each_dtype.spec.model, of_each_dtype.start(1).base
     assert spec.adapter is not None and file is not None
-    windows, found = torch.arange(2 * 17).reshape(2, 17) % 64, []
+    found = []
     for quantised, held in product({False, spec.adapter.quantised}, (torch.float32, torch.bfloat16)):
         model = build_adapted(spec.config, spec.adapter, device="cpu", held=held, quantised=quantised)
         load_base(model, spec.adapter, file.read_bytes())
-        for name, parameter in parameters_of(model).items():
-            with torch.random.fork_rng():
-                torch.manual_seed(len(name))
-                parameter.normal_()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            out = model(input_ids=windows[:, :-1]).logits
-        out.float().square().mean().backward()
-        found.append((out, [p.grad for p in model.parameters() if p.requires_grad]))
-    (out, gradients), *others = found
-    assert gradients and len(others) == (3 if spec.adapter.quantised else 1)
-    for again, same in others:
-        assert torch.equal(out, again)
-        assert all(torch.equal(g, o) for g, o in zip(gradients, same, strict=True))
+        found.append(passes(model))
+    first, *others = found
+    assert len(first) > 1 and len(others) == (3 if spec.adapter.quantised else 1)
+    assert all(torch.equal(a, b) for again in others for a, b in zip(first, again, strict=True))
+
+
+def passes(model: torch.nn.Module, *, autocast: bool = True) -> list[Tensor]:
+    """Return the output, and the gradients of an adapter that has the same random values each time."""
+    for name, parameter in parameters_of(model).items():
+        with torch.random.fork_rng():
+            torch.manual_seed(len(name))
+            parameter.normal_(std=0.1)
+    model.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        out = model(input_ids=torch.arange(2 * 16).reshape(2, 16) % 64).logits
+    out.float().square().mean().backward()
+    return [out.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "targets"), [("bfloat16", ["q_proj", "o_proj"]), ("bfloat16", ["all-linear"]), ("nf4", ["all-linear"])]
+)
+def test_stacked_experts_are_held_in_bf16_and_compute_the_same(dtype, targets, tmp_path):
+    world = World.make(tmp_path, adapter=AdapterSettings(rank=4, alpha=8, targets=targets, dtype=dtype), config=EXPERTS)
+    spec, file = world.spec.model, world.start(1).base
+    adapter = spec.adapter
+    assert adapter is not None and file is not None
+    plain = build_adapted(spec.config, AdapterSettings(rank=4, alpha=8, targets=targets, dtype="float32"), device="cpu")
+    fp32, bf16 = (
+        build_adapted(spec.config, adapter, device="cpu", held=held, quantised=adapter.quantised)
+        for held in (torch.float32, torch.bfloat16)
+    )
+    for model in (plain, fp32, bf16):
+        load_base(model, adapter, file.read_bytes())
+    codes = [b for n, b in bf16.named_buffers() if n.endswith((".codes", ".absmax"))]
+    held = sum(t.nbytes for t in [*codes, *(p for p in bf16.parameters() if not p.requires_grad)])
+    assert held_bytes(spec.config, adapter, "cuda") == held
+    alone, ours, same = passes(plain), passes(fp32), passes(bf16)
+    assert len(ours) > 1 and all(map(torch.equal, ours, same))
+    # Only the experts without an adapter compute otherwise than in transformers alone: in bf16 as linear layers do.
+    adapted = any(".experts." in name for name in parameters_of(bf16))
+    most = 0 if adapted else 0.1
+    assert all((a.float() - o.float()).norm() <= most * a.float().norm() for a, o in zip(alone, ours, strict=True))
+    assert torch.equal(passes(plain, autocast=False)[0], passes(fp32, autocast=False)[0])
+    stored = load_file(file)
+    experts = {name: t for name, t in base_parameters(bf16).items() if ".experts." in name}
+    assert len(experts) == 2
+    for name, tensor in experts.items():
+        assert tensor.dtype == stored[name].dtype == torch.bfloat16 and torch.equal(tensor, stored[name])
+
+
+def test_compiled_layers_train_an_adapter_of_experts(tmp_path, monkeypatch):
+    monkeypatch.setattr(layers, "BACKEND", "aot_eager")
+    model = build_run_model(World.make(tmp_path, adapter=ADAPTER_OF_ALL, config=EXPERTS).spec.model)
+    before = passes(model)
+    made = Layers(model, LayerOptions(compiled=True))
+    for _ in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(before, passes(model), strict=True))
+    assert made.compiled
 
 
 def test_an_auditor_measures_with_the_base_in_fp32(world):
