@@ -136,14 +136,14 @@ def _cast_experts(experts: nn.Module, outermost: nn.Module) -> None:
     """Make stacked experts compute in the same type however they are held: casts are for one pass.
 
     That is autocast's type, as for linear layers: autocast does not know the products of stacked experts. `peft` adds
-    an adapter to the weights themselves. With one it is the adapter's type, since bf16 would round small changes away.
+    an adapter to the weights themselves. With one it is fp32, since bf16 would round small changes away.
     """
     plain = outermost.forward
 
     def forward(x: Tensor, *positional: Any, **named: Any) -> Tensor:
         kind = x.device.type
         if outermost is not experts:
-            dtype = outermost.lora_A[NAME].weight.dtype  # type: ignore[index]
+            dtype = torch.float32
         elif torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
             x = x.to(dtype)

@@ -157,7 +157,7 @@ def mean_weights(windows: Sequence[int], cap: float) -> list[float]:
     remaining = sum(windows)
     level = Fraction(max(windows))
     for cut, largest in enumerate(sorted(windows, reverse=True)):
-        # With `cut` updates at a common level, level = most * (cut * level + rest).
+        # With `cut` updates at a common level, level = most * (cut * level + remaining).
         level = most * remaining / (1 - cut * most) if cut else most * remaining
         if level >= largest:
             break

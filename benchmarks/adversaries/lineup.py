@@ -58,8 +58,8 @@ ATTACKS = {
     "flip, largest claim": "the same, with a claim of four times what it trained",
     "huge": "its honest update times -1,000,000",
     "concentrated": "its honest signs, but one reversed block of each larger tensor holds all of its norm",
-    "clone": "the update of an honest ally of the same round, with a little noise",
-    "turns": "`half`, by one of them a round: the others train honestly",
+    "clone": "an honest peer's update of the same round, with a little noise: that peer shows it to them",
+    "turns": "`half`, each in its turn; in others' turns it trains honestly",
 }
 """The updates that hostile peers send."""
 

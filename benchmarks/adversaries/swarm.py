@@ -55,6 +55,7 @@ class Scenario:
 class Held:
     """The things that auditors need of a record: the state before it, accepted windows, and each update's blob."""
 
+    number: int
     certificate: Certificate
     state: State
     accepted: int
@@ -83,6 +84,7 @@ class Swarm:
         self.generator = torch.Generator().manual_seed(scenario.seed)
         self.reports: list[Signed[WorkReport]] = []
         self.dishonest: set[tuple[int, PeerKey]] = set()
+        self.first_fake: dict[PeerKey, int] = {}
         self.named: dict[PeerKey, int] = {}
         self.wronged: set[PeerKey] = set()
         self.refuted: set[PeerKey] = set()
@@ -109,7 +111,7 @@ class Swarm:
         self.reports = []
         self._note(certificate, now)
         body = certificate.record.body
-        self.held[certificate.digest] = Held(certificate, dict(self.state), accepted, blobs)
+        self.held[certificate.digest] = Held(now, certificate, dict(self.state), accepted, blobs)
         self.state = {n: t.clone() for n, t in self.state.items()}
         weights = body.weighed if self.scenario.defences.weights else [u.body.windows for u in body.updates]
         contributions = [Contribution(u.author, w, blobs[u.author]) for u, w in zip(body.updates, weights, strict=True)]
@@ -135,6 +137,7 @@ class Swarm:
             self.work["trained"] += self.world.profile.windows * (key not in self.hostile)
             if attacks and key in self.hostile and self._has_turn(now, number):
                 self.dishonest.add((now, key))
+                self.first_fake.setdefault(key, now)
                 made = self._attack(number, progress, half[number])
                 found[key] = made if isinstance(made, bytes) else self._encoded(made)
             else:
@@ -299,9 +302,11 @@ class Swarm:
     def _note(self, certificate: Certificate, now: int) -> None:
         for decision in certificate.record.body.decisions:
             self.refuted.update(decision.refuted)
-            if decision.convicted and decision.author in self.hostile:
+            if not decision.convicted:
+                continue
+            if (self.held[decision.record].number, decision.author) in self.dishonest:
                 self.named.setdefault(decision.author, now)
-            elif decision.convicted:
+            else:
                 self.wronged.add(decision.author)
 
 
@@ -320,7 +325,8 @@ def measured(scenario: Scenario) -> dict[str, Any]:
             swarm.play()
         loss, rounds = swarm.world.loss(swarm.state), branch.round
         seeks = scenario.defences.replays and scenario.attack not in ("", ABSENT)
-        while seeks and len(swarm.named) < len(swarm.hostile) and branch.round <= FIRST_ATTACK + NAMED_WITHIN:
+        last = FIRST_ATTACK + NAMED_WITHIN + (scenario.hostile - 1 if scenario.attack == "turns" else 0)
+        while seeks and len(swarm.named) < len(swarm.hostile) and branch.round <= last:
             swarm.play()
     except (ChainError, CodecError, FloatingPointError) as e:  # ChainError: ruined peers send the same update
         ended = f"round {branch.round}: {e}"
@@ -331,7 +337,7 @@ def measured(scenario: Scenario) -> dict[str, Any]:
     work = swarm.work
     return {
         "loss": loss, "ended": ended, "rounds": rounds, "rounds_audited": branch.round,
-        "named_after": sorted(n - FIRST_ATTACK for n in swarm.named.values()),
+        "named_after": sorted(n - swarm.first_fake[k] for k, n in swarm.named.items()),
         "honest_convicted": len(swarm.wronged), "honest_updates": honest_updates,
         "refuted": len(swarm.refuted), "fakes_accepted": len(accepted), "fakes_credited": len(kept),
         "audit_share": (work["loss"] + work["replay"]) / max(1.0, work["trained"]),

@@ -32,7 +32,7 @@ Read the modules in this order:
    - `round_blob_fetcher`, `provider_order`, `blob_retention`: fetched, from whom, checked, and removed
    - `shard_reducer`, `slice_relay`: a committee member's work in a reduced round
 5. The work of the devices
-   - `device_work`: training and checks, which begin, rest and end together
+   - `device_work`: training and checks, which begin and rest together
    - `trainer_files`, `trainer_supervisor`: its files and its process; `base_model`: the frozen base
    - `state_fetcher`: the files of a state, for the trainer's moves and for audits
    - `state_loader`, `trainer_client`: its moves along the chain, and its requests and answers
