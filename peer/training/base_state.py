@@ -171,7 +171,7 @@ class BaseState(ThreadOwned):
 
     def _take_back(self, blob: bytes) -> None:
         """Undo `_announce`, for the update could not be kept."""
-        self.feedback_contents.take_back(blob)
+        self._outer.add_back(blob)
 
     def _rebase_window(self, windows: WindowAccounting, first: int) -> int:
         """Return the header's field for an update that claims windows from `first` on."""
@@ -306,20 +306,17 @@ class BaseState(ThreadOwned):
         windows = self._exchange.windows
         mine = windows.announced
         # Every other update was dealt with when its round was applied.
-        newest = mine and mine.blob
-        undecided = {*self.feedback_contents.entries, move.unsaved, newest}
-        # The newest first: its announcement's decay is undone only before anything else is put back.
-        missed = sorted(move.missed, key=lambda blob: blob is None or blob_digest(blob) != newest)
-        put_back = [blob is not None and self.feedback_contents.missed(blob, newest) for blob in missed]
+        undecided = {*self.feedback_contents.entries, move.unsaved, mine and mine.blob}
         for name, update in move.accepted.items():
             if name in undecided:
                 self.feedback_contents.accepted(name, update)
+        put_back = [blob is not None and self.feedback_contents.missed(blob) for blob in move.missed]
         is_open = False
         if mine is not None and mine.end > move.next_window and not self.feedback_contents.holds_all_of(mine.blob):
             is_open = mine.parent == move.record
             if not is_open:
                 blob = self._missed_blob(self._folder.update_file(mine.blob))
-                put_back.append(blob is not None and self.feedback_contents.missed(blob, newest))
+                put_back.append(blob is not None and self.feedback_contents.missed(blob))
                 if not put_back[-1]:
                     windows = windows.lost()  # no update carries their work, so none may claim them
         kept = bool(put_back) and all(put_back)

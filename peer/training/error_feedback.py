@@ -53,26 +53,23 @@ class FeedbackContents:
 
     def decay(self) -> None:
         """Multiply every entry by `beta`, as an announcement does with the feedback."""
-        self._multiply(self.beta)
-
-    def take_back(self, blob: bytes) -> None:
-        """Undo the last announcement, for its update could not be kept."""
-        self._put_back(blob, None, newest=True)
+        self.entries = {
+            name: FeedbackEntry(e.factor * self.beta, e.only)
+            for name, e in self.entries.items()
+            if e.factor > FORGOTTEN
+        }
 
     def holds_all_of(self, name: Digest) -> bool:
         """Return whether all values of an update are in the feedback, since it missed its round."""
         return name in self.entries and self.entries[name].only is None
 
-    def missed(self, blob: bytes, newest: Digest | None) -> bool:
-        """Add all values of an update that does not count. Return False when that failed, which is reported.
-
-        `newest`: the update announced last.
-        """
+    def missed(self, blob: bytes) -> bool:
+        """Add all values of an update that does not count. Return False when that failed, which is reported."""
         name = blob_digest(blob)
         try:
             if not self.holds_all_of(name):
                 self._remove(name, blob)
-                self._add(name, blob, None, newest=name == newest)
+                self._add(name, blob, None)
         except (CodecError, OSError) as e:
             self.report_lost(e)
             return False
@@ -100,20 +97,8 @@ class FeedbackContents:
         """Report that the values which a round did not transmit are lost."""
         self.report("warning", "lost-update", f"what a round left out of our update cannot be put back: {why}")
 
-    def _multiply(self, by: float) -> None:
-        self.entries = {
-            name: FeedbackEntry(e.factor * by, e.only) for name, e in self.entries.items() if e.factor > FORGOTTEN
-        }
-
-    def _put_back(self, blob: bytes, only: bytes | None, *, newest: bool) -> None:
-        """Add an update's values. The decay by the newest one's announcement is undone, unless something came since."""
-        undecay = newest and self.beta > 0 and all(e.factor < 1 for e in self.entries.values())
-        self.outer.add_back(blob, only, undecay)
-        if undecay:
-            self._multiply(1 / self.beta)
-
-    def _add(self, name: Digest, blob: bytes, only: bytes | None, *, newest: bool = False) -> None:
-        self._put_back(blob, only, newest=newest)
+    def _add(self, name: Digest, blob: bytes, only: bytes | None) -> None:
+        self.outer.add_back(blob, only)
         kept = None
         if only is not None:
             try:

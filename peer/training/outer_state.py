@@ -8,10 +8,9 @@ last announcement, or the base since the last round. `feedback` is progress that
                blob = encode(feedback); feedback <- feedback - decode(blob)
     advance    base <- apply(base, accepted)
     rebase     local <- base + (local - anchor); anchor <- base
-    add_back   feedback <- feedback + decode(blob) / beta    (a missed update, or what its round did not transmit)
-               feedback <- (feedback + decode(blob)) / beta  (the update announced last)
+    add_back   feedback <- feedback + decode(blob)     (a missed update, or the values its round did not transmit)
 
-The next announcement multiplies by beta, so it encodes what was added back as a whole. With beta 0 it is lost.
+The next announcement multiplies what was added back by beta. As a whole it would harm (docs/results/convergence.md).
 
 Only `advance` and `rebase` use `base`: inner steps go on while the base advances, and are moved onto it afterwards.
 With beta = 1 nothing is ever lost: decoded updates + feedback + (anchor - local) is all progress that was made.
@@ -188,25 +187,17 @@ class OuterOperations(ABC):
 
         self._change(begun)
 
-    @torch.no_grad()
-    def add_back(self, blob: bytes, only: bytes | None = None, undecay: bool = False) -> None:
+    def add_back(self, blob: bytes, only: bytes | None = None) -> None:
         """Add one of our updates that was not accepted to the feedback. Raises CodecError.
 
         `only`: a packed `ResidualMask` of the values that the round which accepted the update did not transmit.
-        `undecay`: also undo the decay of that update's announcement, after which nothing else was added or announced.
         """
-        if not self.beta:
-            return
-        self._add(blob, self.feedback, only, 1.0 if undecay else 1 / self.beta)
-        if undecay:
-            for e in self.feedback.values():
-                e.div_(self.beta)
+        self._add(blob, self.feedback, only)
 
     @torch.no_grad()
     def subtract(self, blob: bytes, factor: float, only: bytes | None = None) -> None:
-        """Take the update that `add_back` added out of the feedback; `factor`: the decay since. Raises CodecError."""
-        if self.beta:
-            self._add(blob, self.feedback, only, -factor / self.beta)
+        """Take out of the feedback what `add_back` added, times `factor`, the decay since then. Raises CodecError."""
+        self._add(blob, self.feedback, only, -factor)
 
     def _add(self, blob: bytes, into: dict[str, Tensor], only: bytes | None, factor: float = 1.0) -> None:
         with self.group.together():

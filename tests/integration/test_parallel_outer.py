@@ -69,7 +69,7 @@ def life(side, learn, digest, rubbish, folder: Path) -> list[str]:
         side.advance([others[0], Contribution(KEYS[0], 1, passed_on(mine)), others[1]])
         side.rebase()
         seen.append(digest())
-        side.add_back(dense(20 + r), None, r == 2)
+        side.add_back(dense(20 + r))
         if r == 1:
             side.subtract(dense(20), BETA)
     sums = sums_of([*others, Contribution(KEYS[0], 1, dense(30))], side.spec, folder)

@@ -145,22 +145,6 @@ def test_a_missed_update_is_in_the_next_one_with_its_windows(raw):
     same(decoded, learnt)
 
 
-def test_neither_a_missed_update_nor_what_it_left_over_is_halved(tmp_path):
-    world = World.make(tmp_path, codec=CodecSpec(kind="sign", beta=0.5))
-    one, two = loaded(world, 1), loaded(world, 1)
-    for trainer, name in ((one, "one"), (two, "two")):
-        train(trainer, 2)
-        learnt = {n: -t for n, t in trainer.backend.outer.progress()}
-        made = update(trainer, world.folder / name)
-        left = copied(trainer.backend.outer.feedback)
-        if trainer is two:  # nothing that was added since may count twice
-            another = {n: torch.full_like(t, 2**-7) for n, t in learnt.items()}
-            trainer.base.feedback_contents.missed(bytes(trainer.base.codec.encode(copied(another))), None)
-        apply(trainer, Apply(accepted_round(0), (made.blob_path,), 0, 0))
-    same(one.backend.outer.feedback, {n: t / 0.5 for n, t in learnt.items()})
-    same(two.backend.outer.feedback, {n: (learnt[n] - t + 2**-7) / 0.5 + t for n, t in left.items()})
-
-
 def test_a_miss_that_is_told_twice_or_not_at_all_is_put_back_once(raw):
     told, twice, untold = loaded(raw, 1), loaded(raw, 1), loaded(raw, 1)
     for i, trainer in enumerate((told, twice, untold)):
