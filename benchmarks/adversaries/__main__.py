@@ -186,6 +186,13 @@ def attacked(results: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [r for r in results["runs"] if r["defences"] == "all" and r["attack"] not in (None, ABSENT)]
 
 
+def by_todays_score(results: Mapping[str, Any]) -> int:
+    """Return the honest comparisons that were made after those of AGAIN."""
+    commits = [h["commit"] for h in results["honest"]]
+    later = results["honest"][commits.index(AGAIN) + 1 :] if AGAIN in commits else results["honest"]
+    return sum(h["comparisons"] for h in later)
+
+
 def total(runs: Iterable[Mapping[str, Any]], field: str) -> int:
     """Return the sum of a field."""
     return sum(r[field] for r in runs)

@@ -199,7 +199,7 @@ class Codec(ABC):
         mask: Callable[[Batch], Tensor] | None = None,
         factor: float = 1.0,
     ) -> None:
-        """into <- into + factor * decode(blob): puts an update that missed its round back into the error feedback.
+        """into <- into + factor * decode(blob): puts a missed update into the error feedback, or takes it out.
 
         The tensors of `into` are all on one device; with `slices`, they are these (see `local_views`). `mask`: for each
         batch, zeros and ones for the values that the blob lists [batch.count, values that a block lists], on that
