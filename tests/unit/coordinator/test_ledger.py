@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 
 import pytest
@@ -181,6 +181,19 @@ def test_a_file_that_is_no_ledger_is_refused_with_the_remedy(tmp_path):
         Ledger(tmp_path / "ledger.sqlite", SPEC)
     with pytest.raises(LedgerError, match="check that the folder exists"):
         Ledger(tmp_path / "missing" / "ledger.sqlite", SPEC)
+
+
+def test_a_sound_file_that_has_lost_a_peer_is_refused(tmp_path):
+    """A disk that lied left one: its rounds were read without that peer's lines."""
+    where = str(tmp_path / "ledger.sqlite")
+    ledger = Ledger(where, SPEC)
+    ledger.post(credits_of(ChainMaker(SPEC).add({0: 1, 1: 2}), RULE))
+    ledger.close()
+    with closing(sqlite3.connect(where)) as db, db:
+        db.execute("DELETE FROM peers WHERE id = 1")
+        assert db.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+    with pytest.raises(LedgerError, match="rows of lines name rows of peers that are missing"):
+        Ledger(where, SPEC)
 
 
 def test_when_a_record_was_seen_goes_with_it_into_the_ledger(ledger):
