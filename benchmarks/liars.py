@@ -3,8 +3,9 @@
 A liar trains as the others do, and sends something else: its update with all signs flipped, at the true size or a
 million times as large. Its claim of windows is true, or the largest that a round accepts (two targets). The honest run
 of as many peers, with the same seed and tokens, is the control. In the other rows all are honest and one is faster: its
-share of the mean is cut to `weight_cap`. The second table is arithmetic: a newcomer does `speed` times the work of the
-slowest quarter. It says after how many rounds it has its full weight, and after how many nothing of its work waits.
+share of the mean is cut to `weight_cap`. The second table is arithmetic: a newcomer, or a peer that worked as the
+others for long, does `speed` times the work of the slowest quarter. It says after how many rounds that peer has its
+full weight, and after how many nothing of its work waits.
 
 JSON keys:
   command, commit, date, machine, seeds: see benchmarks.report
@@ -12,7 +13,7 @@ JSON keys:
   runs: a list, each with
     label, peers, liars, claim (of a liar, in targets; null: what it trained), scale (of its update, null: honest)
     speeds, weight_cap, loss (nats a token, validation; null: diverged), ended (the round in which it broke, or null)
-  newcomers: a list of speed, full_weight_rounds, backlog_rounds
+  faster: a list of speed, known_rounds (with the others' work before), full_weight_rounds, backlog_rounds
   goals: a list of goal, value, met
 """
 
@@ -40,6 +41,8 @@ HISTORY = AuthorHistory()
 LR = 1e-2
 STEPS = 10
 """Inner steps of a round."""
+KNOWN = 40
+"""Rounds in which a known peer did the others' work."""
 
 
 @dataclass(frozen=True)
@@ -143,19 +146,23 @@ def measured(profile: Profile, run: Run, seed: int) -> dict[str, Any]:
     return asdict(run) | {"loss": loss, "ended": ended}
 
 
-def newcomer(speed: int) -> dict[str, int]:
-    """Return the rounds until a newcomer's update weighs what it trains, and until its backlog is gone."""
+def faster(speed: int, known: int) -> dict[str, int]:
+    """Return the rounds until a peer's update weighs what it trains, and until its backlog is gone.
+
+    It did the others' work for `known` rounds; 0: it is a newcomer.
+    """
     history, others, full = HISTORY, [HISTORY] * 4, 0
-    for round_ in range(1000):
-        *rest, windows = weigh([*((8, h) for h in others), (8 * speed, history)], round_, 10**6)
-        others = [h.after(round_, 0, 8, w, 10**6) for h, w in zip(others, rest, strict=True)]
-        if round_ == 0:
-            continue  # its first round is the one after
-        history = history.after(round_, 0, 8 * speed, windows, 10**6)
-        if not full and windows >= 8 * speed:
-            full = round_
+    for round_ in range(-max(1, known), 1000):
+        claim = 8 if round_ < 0 else 8 * speed
+        *rest, windows = weigh([*((8, h) for h in others), (claim, history)], round_ + 100, 10**6)
+        others = [h.after(round_ + 100, 0, 8, w, 10**6) for h, w in zip(others, rest, strict=True)]
+        if round_ < 0 and not known:
+            continue
+        history = history.after(round_ + 100, 0, claim, windows, 10**6)
+        if round_ >= 0 and not full and windows >= claim:
+            full = round_ + 1
         if full and not history.backlog:
-            return {"speed": speed, "full_weight_rounds": full, "backlog_rounds": round_}
+            return {"speed": speed, "known_rounds": known, "full_weight_rounds": full, "backlog_rounds": round_ + 1}
     raise AssertionError("its backlog never ends")
 
 
@@ -171,7 +178,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for run in (*ATTACKS, *UNEQUAL):
         runs.append(measured(profile, run, options.seed))
         print(f"{run.label}: {runs[-1]['loss']}", file=sys.stderr)
-    newcomers = [newcomer(speed) for speed in (1, 2, 4, 10, 100)]
     setting = Setting.of(profile, options.seed)
     results = provenance | {
         "setting": {
@@ -179,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "lr": LR, "seed": options.seed,
         },
         "runs": runs,
-        "newcomers": newcomers,
+        "faster": [faster(speed, known) for speed in (1, 2, 4, 10, 100) for known in (0, KNOWN)],
         "goals": goals(runs),
     }  # fmt: skip
     return report.ended(results, options, show(results))
@@ -199,11 +205,15 @@ def goals(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def show(results: Mapping[str, Any]) -> str:
     """Return the tables."""
-    runs, newcomers = results["runs"], results["newcomers"]
+    runs = results["runs"]
     rows = [[r["label"], r["loss"] if r["ended"] is None else f"ended in round {r['ended']}"] for r in runs]
-    columns = ["newcomer's speed", "rounds to full weight", "rounds until nothing waits"]
-    of_newcomers = [[str(n["speed"]), n["full_weight_rounds"], n["backlog_rounds"]] for n in newcomers]
-    return report.table(["run", "validation loss"], rows) + "\n\n" + report.table(columns, of_newcomers)
+    columns = ["speed", "a newcomer's rounds to full weight", "until nothing waits"]
+    columns += ["a known peer's", "until nothing waits"]
+    speeds: dict[int, list[Any]] = {}
+    for f in results["faster"]:
+        speeds.setdefault(f["speed"], []).extend((f["full_weight_rounds"], f["backlog_rounds"]))
+    of_faster = [[str(speed), *rounds] for speed, rounds in speeds.items()]
+    return report.table(["run", "validation loss"], rows) + "\n\n" + report.table(columns, of_faster)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Stake: the work of a peer that was accepted long enough ago to have been audited. It decides where claims cannot.
 
-Keys cost nothing, and claims cost nothing. Stake costs time: a liar who doubles its claims each round would outweigh
-everybody in ten rounds if fresh claims counted, and audits need that long. A pure function of one branch of the chain.
+Keys cost nothing, and claims cost nothing. Stake costs time: a newcomer with the largest claims would outweigh
+everybody in a few rounds if fresh claims counted, and audits need that long. A pure function of a branch of the chain.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """The weight of an update: its author's history bounds it, whatever the header claims. Pure.
 
-A claim costs nothing, so it must not buy weight. An update weighs at most twice what its author's previous update
-weighed on the same branch. A newcomer weighs no more than the lower quartile of the known authors' windows. The rest of
-a claim is not lost: it is the author's backlog, and counts in its next updates as far as their limit allows. A verdict
-or a conviction makes the author a newcomer again, without a backlog: what it claimed falsely must not count later.
+A claim costs nothing, so it must not buy weight. An update weighs at most a quarter more than the mean of its author's
+last five on the same branch, or as much as the last one. So a peer that turns hostile has gained little when audits
+convict it. An author with fewer updates is audited more often, and may double with each. A newcomer weighs no more than
+the lower quartile of the known authors' windows. The rest of a claim is not lost: it is the author's backlog, and
+counts in its next updates as far as their limit allows. A verdict or a conviction makes the author a newcomer again,
+without a backlog: what it claimed falsely must not count later.
 
 Chain weight, stake, credits and shares of the mean are all of weighed windows. Records state them, so a certificate can
 be applied and credited by itself, and every chain checks them against this rule.
@@ -17,6 +19,9 @@ from dataclasses import dataclass, replace
 KNOWN_ROUNDS = 64
 """Rounds after an author's newest accepted update in which it is no newcomer. Its windows are stake for as long."""
 
+MEAN_UPDATES = 5
+"""The last updates of an author that bound its next one. Weights then double in eight updates, or more."""
+
 
 @dataclass(frozen=True, slots=True)
 class AuthorHistory:
@@ -26,23 +31,27 @@ class AuthorHistory:
     """End of its accepted windows: later ones must not start before it."""
     height: int = 0
     """The round that follows its newest accepted update."""
-    weighed: int = 0
-    """Weighed windows of that update."""
+    weighed: tuple[int, ...] = ()
+    """Weighed windows of its last updates since it was a newcomer: at most MEAN_UPDATES, newest last."""
     backlog: int = 0
     """Claimed windows that have not been weighed yet."""
 
     def limit(self, round_: int) -> int | None:
         """Return the most windows that its update may weigh in a round; None for a newcomer."""
-        return 2 * self.weighed if self.weighed and round_ - self.height < KNOWN_ROUNDS else None
+        if not self.weighed or round_ - self.height >= KNOWN_ROUNDS:
+            return None
+        newest = self.weighed[-1]
+        return max(newest, -(-sum(self.weighed) // 4)) if len(self.weighed) == MEAN_UPDATES else 2 * newest
 
     def after(self, round_: int, end_window: int, claimed: int, weighed: int, max_backlog: int) -> AuthorHistory:
         """Return the history with an update of a round that claims windows up to `end_window`."""
         backlog = min(max_backlog, self.backlog + claimed - weighed)
-        return AuthorHistory(end_window, round_ + 1, weighed, backlog)
+        before = () if self.limit(round_) is None else self.weighed
+        return AuthorHistory(end_window, round_ + 1, (*before, weighed)[-MEAN_UPDATES:], backlog)
 
     def as_newcomer(self) -> AuthorHistory:
         """Return the history of an author whose work a verdict or a conviction voids: nothing waits."""
-        return replace(self, weighed=0, backlog=0)
+        return replace(self, weighed=(), backlog=0)
 
 
 def weigh(claims: Sequence[tuple[int, AuthorHistory]], round_: int, most: int) -> tuple[int, ...]:

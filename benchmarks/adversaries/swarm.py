@@ -34,7 +34,7 @@ from protocol.layout import BLOCK
 from protocol.messages import AuditCheck, Certificate, Score, Signed, UpdateHeader, WorkReport
 from protocol.outer import Contribution
 
-FIRST_ATTACK = 4
+FIRST_ATTACK = 5
 """The round in which hostile peers begin. Until then they train as the others do."""
 
 STALE_ROUNDS = 4

@@ -712,19 +712,23 @@ def windows() -> dict[str, Any]:
 
 
 def weighing() -> dict[str, Any]:
-    known = [AuthorHistory(height=h, weighed=w, backlog=b) for h, w, b in ((90, 10, 0), (36, 4, 70), (99, 1, 5))]
+    known = [AuthorHistory(height=h, weighed=(w,), backlog=b) for h, w, b in ((90, 10, 0), (36, 4, 70), (99, 1, 5))]
+    old = {name: AuthorHistory(height=99, weighed=w) for name, w in {
+        "grows": (8, 8, 9, 16, 16), "shrank": (9, 9, 9, 9, 2), "has grown": (3, 5, 10, 20, 40), "is young": (3, 5, 7, 9)
+    }.items()}  # fmt: skip
     rounds = {
         "all are newcomers": [(n, AuthorHistory()) for n in (7, 100, 3, 5, 8)],
         "a newcomer among three": [(30, known[0]), (3, known[2]), (9, known[1]), (100, AuthorHistory())],
-        "an author of 64 rounds ago is a newcomer": [(30, known[0]), (9, AuthorHistory(height=35, weighed=50))],
-        "limits, and the largest claim": [(100, AuthorHistory(height=99, weighed=80, backlog=40)), (1, known[1])],
-        "a newcomer's backlog": [(20, known[0]), (2, AuthorHistory(height=20, weighed=3, backlog=30))],
+        "an author of 64 rounds ago is a newcomer": [(30, known[0]), (9, AuthorHistory(height=35, weighed=(50,)))],
+        "limits, and the largest claim": [(100, AuthorHistory(height=99, weighed=(80,), backlog=40)), (1, known[1])],
+        "a newcomer's backlog": [(20, known[0]), (2, AuthorHistory(height=20, weighed=(3,), backlog=30))],
+        **{f"an author that {name}": [(100, history), (10, known[0])] for name, history in old.items()},
     }
     return {
         "cases": [
             {
                 "name": name, "round": 99, "most": 100, "claims": [n for n, _ in claims],
-                "histories": [[h.height, h.weighed, h.backlog] for _, h in claims],
+                "histories": [[h.height, list(h.weighed), h.backlog] for _, h in claims],
                 "weighed": list(weigh(claims, 99, 100)),
             }
             for name, claims in rounds.items()

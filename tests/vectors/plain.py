@@ -504,14 +504,17 @@ def balances(fold: dict[str, Any]) -> list[dict[str, list[int]]]:
 # -- weights, stake, fork choice (docs/rounds.md, What a certificate means, The weight of an update) --------------
 
 
-def weigh(claims: Sequence[int], histories: Sequence[Sequence[int]], round_: int, most: int) -> list[int]:
-    """Return the weighed windows of a round. A history: the round after the author's last update, its weight, backlog.
+def weigh(
+    claims: Sequence[int], histories: Sequence[tuple[int, Sequence[int], int]], round_: int, most: int
+) -> list[int]:
+    """Return the weighed windows of a round. A history: the round after the author's last update, weights, backlog.
 
-    The weight is 0 of an author that has no update on the branch.
+    The weights are of its last updates since it was a newcomer, five at most, oldest first.
     """
-    is_known = [weighed > 0 and round_ < after + 64 for after, weighed, _ in histories]
+    is_known = [len(weights) > 0 and round_ < after + 64 for after, weights, _ in histories]
+    most_of = [max((sum(w) + 3) // 4, w[-1]) if len(w) > 4 else 2 * w[-1] if w else 0 for _, w, _ in histories]
     wanted = [min(claim + backlog, most) for claim, (_, _, backlog) in zip(claims, histories, strict=True)]
-    given = [min(want, 2 * h[1]) if known else 0 for want, h, known in zip(wanted, histories, is_known, strict=True)]
+    given = [min(want, n) if known else 0 for want, n, known in zip(wanted, most_of, is_known, strict=True)]
     others = sorted(w for w, known in zip(given, is_known, strict=True) if known) or sorted(claims)
     newcomer = others[(len(others) - 1) // 4]
     return [w if known else min(want, newcomer) for w, want, known in zip(given, wanted, is_known, strict=True)]
@@ -538,21 +541,22 @@ class Tree:
             at = self.parents[at]
         return found[::-1]
 
-    def history(self, key: int, node: int) -> list[int]:
-        after, last, backlog = 0, 0, 0
+    def history(self, key: int, node: int) -> tuple[int, list[int], int]:
+        after, last, backlog = 0, list[int](), 0
         path, given = self.path(node), set[int]()
         for round_, at in enumerate(path):
             record = self.records[at]
             if key in record["authors"]:
                 i = record["authors"].index(key)
-                last, after = record["weighed"][i], round_ + 1
-                backlog = min(self.case["max_update_windows"], backlog + record["claims"][i] - last)
+                last = [*(last if round_ < after + 64 else []), record["weighed"][i]][-5:]
+                after = round_ + 1
+                backlog = min(self.case["max_update_windows"], backlog + record["claims"][i] - last[-1])
             for voided in {named for named, peer in record["verdicts"] if peer == key and named in path} - given:
                 given.add(voided)
                 rounds = round_ - path.index(voided)
                 if key in self.records[voided]["authors"] and 0 < rounds <= self.case["hold_rounds"]:
-                    last, backlog = 0, 0
-        return [after, last, backlog]
+                    last, backlog = [], 0
+        return after, last, backlog
 
     def add(self, record: dict[str, Any]) -> list[int]:
         """Add a record, and what the owner finalizes then; return the weighed windows of its updates."""

@@ -415,7 +415,7 @@ def test_what_waits_to_be_weighed_outlives_snapshots_and_the_old_root():
         assert chain.add(made)
         parent = made.record.digest
         weights.append(dict(zip(made.record.body.contributors, made.record.body.weighed, strict=True)).get(KEYS[1]))
-    assert weights[::2][:6] == [1, 2, 4, 8, 16, 32]
+    assert weights[::2][:6] == [1, 2, 4, 8, 16, 16]
     assert sum(w or 0 for w in weights) == ends[1]
 
 
