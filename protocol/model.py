@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib.metadata
+import inspect
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -165,7 +167,7 @@ def _config_of(config: Mapping[str, Any]) -> PretrainedConfig:
         known |= _ROPE if _ROPE & known else set()
         config = {k: v for k, v in config.items() if k not in _NOT_OF_THE_MODEL}
         for field in config:
-            if field not in known:
+            if field not in known and not _is_read(type(defaults), field):
                 near = difflib.get_close_matches(field, known, n=3)
                 hint = f"; did you mean {' or '.join(near)}?" if near else ""
                 raise SpecError(f"model: {field}: {kind} has no such field in transformers {_version()}{hint}")
@@ -179,6 +181,14 @@ def _config_of(config: Mapping[str, Any]) -> PretrainedConfig:
     if not isinstance(layers, int) or not 1 <= layers <= MAX_LAYERS:
         raise SpecError(f"model: the number of layers is {layers!r}: write one from 1 to {MAX_LAYERS}")
     return made
+
+
+def _is_read(kind: type[PretrainedConfig], field: str) -> bool:
+    """Return whether the model's code reads a field that its config does not declare: qwen3_moe's reads head_dim."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    code = inspect.getsource(sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[kind].__module__])
+    return f'getattr(config, "{field}"' in code
 
 
 def _like(value: Any, default: Any) -> Any:

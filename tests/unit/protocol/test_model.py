@@ -52,6 +52,18 @@ def test_a_loaded_state_is_what_the_model_computes_with():
         assert torch.equal(source(input_ids=ids).logits, target(input_ids=ids).logits)
 
 
+def test_a_field_that_only_the_model_s_code_reads_is_kept_and_decides_shapes():
+    config = {
+        "model_type": "qwen3_moe", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    }  # fmt: skip
+    plain = json.loads(rfc8785.dumps(plain_config(config)))
+    assert plain["head_dim"] == 16 and plain_config(plain) == plain
+    shapes = {t.name: t.shape for t in model_layout(build_model(plain, device="meta")).tensors}
+    assert shapes["model.layers.0.self_attn.q_proj.weight"] == (4 * 16, 32)
+
+
 def test_a_state_of_another_model_is_refused_and_changes_nothing():
     model = build_model(LLAMA)
     before = {n: p.clone() for n, p in parameters_of(model).items()}
@@ -70,6 +82,7 @@ def test_a_state_of_another_model_is_refused_and_changes_nothing():
         ({"model_type": "vit"}, "no causal language model"),
         ({}, "model_type"),
         (LLAMA | {"hiden_size": 3}, "hiden_size.*did you mean hidden_size"),
+        ({"model_type": "qwen3_moe", "head_dims": 16}, "head_dims: qwen3_moe has no such field"),
         (LLAMA | {"hidden_size": "wide"}, "hidden_size"),
         (LLAMA | {"num_attention_heads": 5}, "attention heads"),
         (LLAMA | {"num_hidden_layers": -1}, "layers is -1"),
