@@ -13,7 +13,8 @@ JSON keys:
   runs: a list, each with
     label, peers, liars, claim (of a liar, in targets; null: what it trained), scale (of its update, null: honest)
     speeds, weight_cap, loss (nats a token, validation; null: diverged), ended (the round in which it broke, or null)
-  faster: a list of speed, known_rounds (with the others' work before), full_weight_rounds, backlog_rounds
+  faster: a list of speed, known_rounds (with the others' work before), full_weight_rounds, backlog_rounds, lost
+    (windows that are never weighed)
   goals: a list of goal, value, met
 """
 
@@ -151,18 +152,21 @@ def faster(speed: int, known: int) -> dict[str, int]:
 
     It did the others' work for `known` rounds; 0: it is a newcomer.
     """
-    history, others, full = HISTORY, [HISTORY] * 4, 0
+    history, others, full, waits = HISTORY, [HISTORY] * 4, 0, 0
+    most = 2 * (4 * 8 + 8 * speed)  # two targets, as by default
     for round_ in range(-max(1, known), 1000):
         claim = 8 if round_ < 0 else 8 * speed
-        *rest, windows = weigh([*((8, h) for h in others), (claim, history)], round_ + 100, 10**6)
-        others = [h.after(round_ + 100, 0, 8, w, 10**6) for h, w in zip(others, rest, strict=True)]
+        *rest, windows = weigh([*((8, h) for h in others), (claim, history)], round_ + 100, most)
+        others = [h.after(round_ + 100, 0, 8, w, most) for h, w in zip(others, rest, strict=True)]
         if round_ < 0 and not known:
             continue
-        history = history.after(round_ + 100, 0, claim, windows, 10**6)
+        history = history.after(round_ + 100, 0, claim, windows, most)
+        waits += claim - windows
         if round_ >= 0 and not full and windows >= claim:
             full = round_ + 1
         if full and not history.backlog:
-            return {"speed": speed, "known_rounds": known, "full_weight_rounds": full, "backlog_rounds": round_ + 1}
+            return {"speed": speed, "known_rounds": known, "full_weight_rounds": full, "backlog_rounds": round_ + 1,
+                    "lost": waits}  # fmt: skip
     raise AssertionError("its backlog never ends")
 
 
@@ -207,11 +211,11 @@ def show(results: Mapping[str, Any]) -> str:
     """Return the tables."""
     runs = results["runs"]
     rows = [[r["label"], r["loss"] if r["ended"] is None else f"ended in round {r['ended']}"] for r in runs]
-    columns = ["speed", "a newcomer's rounds to full weight", "until nothing waits"]
-    columns += ["a known peer's", "until nothing waits"]
+    columns = ["speed", "a newcomer's rounds to full weight", "until nothing waits", "windows lost"]
+    columns += ["a known peer's", "until nothing waits", "windows lost"]
     speeds: dict[int, list[Any]] = {}
     for f in results["faster"]:
-        speeds.setdefault(f["speed"], []).extend((f["full_weight_rounds"], f["backlog_rounds"]))
+        speeds.setdefault(f["speed"], []).extend((f["full_weight_rounds"], f["backlog_rounds"], f["lost"]))
     of_faster = [[str(speed), *rounds] for speed, rounds in speeds.items()]
     return report.table(["run", "validation loss"], rows) + "\n\n" + report.table(columns, of_faster)
 

@@ -541,9 +541,9 @@ class Chain:
         self._check_updates(certificate, parent)
         if (flaw := self.limits.reduce_plan.record_refusal(certificate, parent.contributors)) is not None:
             raise ChainError(f"record {digest.short}: {flaw}")
-        max_backlog, _ = self.limits.round_limits(parent.directives)
+        max_windows, _ = self.limits.round_limits(parent.directives)
         hold_rounds, bar_rounds = self.limits.stake.hold_rounds, self.limits.audit.bar_rounds
-        node = RecordNode(digest, parent, certificate, max_backlog, hold_rounds, bar_rounds)
+        node = RecordNode(digest, parent, certificate, max_windows, hold_rounds, bar_rounds)
         self._drop_lone_twins(node, parent)
         parent.children.append(node)
         self._nodes[node.digest] = node

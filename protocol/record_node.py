@@ -32,11 +32,11 @@ class RecordNode:
         digest: Digest,
         parent: RecordNode | None = None,
         certificate: Certificate | None = None,
-        max_backlog: int = 0,
+        max_windows: int = 0,
         hold_rounds: int = 0,
         bar_rounds: int = 0,
     ):
-        """Make the root, if there is no parent. `max_backlog`: most windows of an author that wait to be weighed.
+        """Make the root, if there is no parent. `max_windows`: the largest claim of an update.
 
         `hold_rounds`: rounds in which a verdict on an update counts. `bar_rounds`: those of a first conviction.
         """
@@ -80,7 +80,7 @@ class RecordNode:
             self.weighed = dict(zip(record.body.contributors, record.body.weighed, strict=True))
             self.histories = {
                 u.author: parent.history(u.author).after(
-                    record.body.round, u.body.end_window, u.body.windows, self.weighed[u.author], max_backlog
+                    record.body.round, u.body.end_window, u.body.windows, self.weighed[u.author], max_windows
                 )
                 for u in record.body.updates
             }

@@ -1,11 +1,11 @@
 """The weight of an update: its author's history bounds it, whatever the header claims. Pure.
 
 A claim costs nothing, so it must not buy weight. An update weighs at most a quarter more than the mean of its author's
-last five on the same branch, or as much as the last one. So a peer that turns hostile has gained little when audits
-convict it. An author with fewer updates is audited more often, and may double with each. A newcomer weighs no more than
-the lower quartile of the known authors' windows. The rest of a claim is not lost: it is the author's backlog, and
-counts in its next updates as far as their limit allows. A verdict or a conviction makes the author a newcomer again,
-without a backlog: what it claimed falsely must not count later.
+last five on the same branch, or as much as the last one. So a known peer that turns hostile has gained little when
+audits convict it. An author with fewer updates may double with each: a newcomer has no stake yet, so all are audited.
+A newcomer weighs no more than the lower quartile of the known authors' windows, which nobody's limit is below. The rest
+of a claim is the author's backlog, and counts in its next updates as far as their limit allows. A verdict or a
+conviction makes the author a newcomer again, without a backlog: what it claimed falsely must not count later.
 
 Chain weight, stake, credits and shares of the mean are all of weighed windows. Records state them, so a certificate can
 be applied and credited by itself, and every chain checks them against this rule.
@@ -20,7 +20,10 @@ KNOWN_ROUNDS = 64
 """Rounds after an author's newest accepted update in which it is no newcomer. Its windows are stake for as long."""
 
 MEAN_UPDATES = 5
-"""The last updates of an author that bound its next one. Weights then double in eight updates, or more."""
+"""The last updates of an author that bound its next one. From equal weights, it doubles in eight updates."""
+
+BACKLOG_UPDATES = 16
+"""Bound on an author's backlog, in updates of the largest claim: honest peers that become faster stay below it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +46,9 @@ class AuthorHistory:
         newest = self.weighed[-1]
         return max(newest, -(-sum(self.weighed) // 4)) if len(self.weighed) == MEAN_UPDATES else 2 * newest
 
-    def after(self, round_: int, end_window: int, claimed: int, weighed: int, max_backlog: int) -> AuthorHistory:
-        """Return the history with an update of a round that claims windows up to `end_window`."""
-        backlog = min(max_backlog, self.backlog + claimed - weighed)
+    def after(self, round_: int, end_window: int, claimed: int, weighed: int, most: int) -> AuthorHistory:
+        """Return the history with an update of a round that claims windows up to `end_window`. `most`: see `weigh`."""
+        backlog = min(BACKLOG_UPDATES * most, self.backlog + claimed - weighed)
         before = () if self.limit(round_) is None else self.weighed
         return AuthorHistory(end_window, round_ + 1, (*before, weighed)[-MEAN_UPDATES:], backlog)
 
@@ -57,14 +60,13 @@ class AuthorHistory:
 def weigh(claims: Sequence[tuple[int, AuthorHistory]], round_: int, most: int) -> tuple[int, ...]:
     """Return the weighed windows of each update of a round, from its claimed windows (1 or more) and its author.
 
-    A newcomer's limit is the lower quartile of the weighed windows of the other authors. If all are newcomers, it is
-    the lower quartile of the claims. No update weighs more than `most`, the largest claim that the run allows.
+    A newcomer's limit is the lower quartile of what the other authors' own limits let them weigh. If all are newcomers,
+    it is the lower quartile of the claims. Nobody's limit is below it, since a new key would have as much. No update
+    weighs more than `most`, the largest claim that the run allows.
     """
     limits = [history.limit(round_) for _, history in claims]
     wanted = [min(most, claimed + history.backlog) for claimed, history in claims]
     known = [min(want, limit) for want, limit in zip(wanted, limits, strict=True) if limit is not None]
     ordered = sorted(known or [claimed for claimed, _ in claims])
     of_newcomers = ordered[(len(ordered) - 1) // 4]
-    return tuple(
-        min(want, of_newcomers if limit is None else limit) for want, limit in zip(wanted, limits, strict=True)
-    )
+    return tuple(min(want, max(limit or 0, of_newcomers)) for want, limit in zip(wanted, limits, strict=True))

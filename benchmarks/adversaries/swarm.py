@@ -34,8 +34,8 @@ from protocol.layout import BLOCK
 from protocol.messages import AuditCheck, Certificate, Score, Signed, UpdateHeader, WorkReport
 from protocol.outer import Contribution
 
-FIRST_ATTACK = 5
-"""The round in which hostile peers begin. Until then they train as the others do."""
+HONEST_ROUNDS = 5
+"""Rounds in which established hostile peers train as the others do. Newcomers train for one, or as `stale` needs."""
 
 STALE_ROUNDS = 4
 
@@ -49,6 +49,11 @@ class Scenario:
     defences: Defences
     established: bool
     seed: int
+
+    @property
+    def first_attack(self) -> int:
+        """The round in which the hostile peers begin."""
+        return HONEST_ROUNDS if self.established else STALE_ROUNDS if self.attack == "stale" else 1
 
 
 @dataclass
@@ -123,7 +128,7 @@ class Swarm:
 
     def _blobs(self, now: int, accepted: int) -> dict[PeerKey, bytes]:
         """Return the update of each peer that may contribute."""
-        attacks = now >= FIRST_ATTACK and self.scenario.attack not in ("", ABSENT)
+        attacks = now >= self.scenario.first_attack and self.scenario.attack not in ("", ABSENT)
         began = process_time()
         progress, half = self._train(accepted, stale=attacks and self.scenario.attack == "stale")
         self.seconds["trained"] += process_time() - began
@@ -153,7 +158,7 @@ class Swarm:
             starts[len(self.keys) - self.scenario.hostile :] = self.flats[-1 - STALE_ROUNDS]
         fleet.flat.copy_(starts)
         factor = replayable_factor(world.spec.inner.schedule, accepted * profile.window, world.spec.round.target_tokens)
-        attacks = len(self.sent) >= FIRST_ATTACK
+        attacks = len(self.sent) >= self.scenario.first_attack
         wrong = attacks and self.scenario.attack == "wrong data"
         spread = attacks and self.scenario.attack == "half, spread"
         half = torch.empty_like(starts)
@@ -195,7 +200,7 @@ class Swarm:
             case "copy":
                 return other
             case "resend":
-                return self.sent[FIRST_ATTACK - 1][key]
+                return self.sent[self.scenario.first_attack - 1][key]
             case "half" | "turns":
                 return 2 * half
             case "flip" | "flip, largest claim":
@@ -325,7 +330,7 @@ def measured(scenario: Scenario) -> dict[str, Any]:
             swarm.play()
         loss, rounds = swarm.world.loss(swarm.state), branch.round
         seeks = scenario.defences.replays and scenario.attack not in ("", ABSENT)
-        last = FIRST_ATTACK + NAMED_WITHIN + (scenario.hostile - 1 if scenario.attack == "turns" else 0)
+        last = scenario.first_attack + NAMED_WITHIN + (scenario.hostile - 1 if scenario.attack == "turns" else 0)
         while seeks and len(swarm.named) < len(swarm.hostile) and branch.round <= last:
             swarm.play()
     except (ChainError, CodecError, FloatingPointError) as e:  # ChainError: ruined peers send the same update

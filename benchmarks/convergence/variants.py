@@ -189,7 +189,7 @@ class Variant(Method):
         there = torch.rand(peers, generator=self.generator) >= self.c.misses
         if not there.any():
             there[:] = True
-        # As in the product: at most twice the last weight, at most the cap's share, and the rest later.
+        # As in the product until 2b2603aa: at most twice the last weight, at most the cap's share, the rest later.
         weighed[there] = torch.minimum(owed[there], 2 * weighed[there])
         owed[there] -= weighed[there]
         shares = mean_weights([int(w) for w in weighed[there]], OuterSpec().weight_cap)

@@ -517,7 +517,7 @@ def weigh(
     given = [min(want, n) if known else 0 for want, n, known in zip(wanted, most_of, is_known, strict=True)]
     others = sorted(w for w, known in zip(given, is_known, strict=True) if known) or sorted(claims)
     newcomer = others[(len(others) - 1) // 4]
-    return [w if known else min(want, newcomer) for w, want, known in zip(given, wanted, is_known, strict=True)]
+    return [min(want, max(newcomer, w)) for w, want in zip(given, wanted, strict=True)]
 
 
 class Tree:
@@ -550,7 +550,7 @@ class Tree:
                 i = record["authors"].index(key)
                 last = [*(last if round_ < after + 64 else []), record["weighed"][i]][-5:]
                 after = round_ + 1
-                backlog = min(self.case["max_update_windows"], backlog + record["claims"][i] - last[-1])
+                backlog = min(16 * self.case["max_update_windows"], backlog + record["claims"][i] - last[-1])
             for voided in {named for named, peer in record["verdicts"] if peer == key and named in path} - given:
                 given.add(voided)
                 rounds = round_ - path.index(voided)

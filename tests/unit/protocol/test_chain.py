@@ -435,7 +435,7 @@ def test_a_verdict_takes_the_backlog_and_the_weight_of_what_it_voids_but_one_tha
         parent, ends = made.digest, [end for _, end in claims.values()]
         records.append(parent)
         weighed.append(made.record.body.weighed[1])
-    assert weighed == ([8, 16, 32, 64, 7, 1, 1, 1, 1] if late else [8, 16, 32, 1, 1, 1, 1, 1, 1])
+    assert weighed == ([8, 16, 32, 64, 11, 1, 1, 1, 1] if late else [8, 16, 32, 1, 1, 1, 1, 1, 1])
 
 
 def test_an_honest_author_grows_again_from_a_newcomers_weight_after_a_verdict_that_directives_repeat():
