@@ -18,7 +18,7 @@ from peer.keyfile import load
 from peer.log_client import BALANCES_PAGE, LogClient
 from protocol.errors import CairnError, MalformedError, ProtocolError
 from protocol.ids import PeerKey, from_b64url
-from protocol.ledger.audit import Auditor, AuditReport, CreditedRounds, Finding
+from protocol.ledger.audit import AuditReport, CreditedRounds, Finding, LedgerAuditor
 from protocol.ledger.credit_text import credit_text
 from protocol.ledger.credits import CreditRule, credits_of
 from protocol.ledger.statements import Receipt, open_receipt
@@ -81,7 +81,7 @@ async def audit_credits(r: CoordinatorConnection) -> AuditResult:
         final = chain.newest_final
         start, totals, problem = await _totals(r.log)
         size, settled = start.size, {start.settled}
-        auditor = Auditor(r.spec, chain.find, size, is_abandoned=chain.is_abandoned)
+        auditor = LedgerAuditor(r.spec, chain.find, size, is_abandoned=chain.is_abandoned)
         first = 0
         while first < size and not auditor.is_full:
             page = await r.log.rounds(first, min(PAGE, size - first))

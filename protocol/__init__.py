@@ -12,7 +12,7 @@ and `cairn` do that. They depend on this package, never the reverse. Read its mo
     messages                             what members tell each other, as dataclasses
     wire, checks, message_codec          the same as bytes: signed, verified, bounded
     directives, directive_codec          the owner's directives, and those in force on a branch
-    coordinator_address, compact_record  the address that members pass on; a record as short ids
+    coordinator_address, compact_record  the address that members pass on; a record as header ids
     assignment                           data windows of a peer
     codec, blob_sizes                    pseudo-gradients as bytes, and how many
     outer                                the outer step: a state and updates give the next state, bit for bit

@@ -57,8 +57,8 @@ _DRAWS = 2**64
 class AuditRule:
     """The run's rates, in millionths, and how many keys are drawn.
 
-    A rate is that of an update of mean weight by a key that did as much in each round that counts as stake. None is
-    below a third of it. A loss check costs the same for every update, so large ones are checked more often.
+    A rate holds for an update of mean weight whose author's stake is STAKE_ROUNDS such updates. No author's is below a
+    third of it. A loss check costs the same for every update, so large ones are checked more often.
     """
 
     loss_rate: int = 150_000
@@ -245,7 +245,7 @@ def draw_jury(seed: bytes, author: PeerKey, stakes: Mapping[PeerKey, int], rule:
 def draw_by_stake(
     seed: bytes, stakes: Mapping[PeerKey, int], count: int, without: Collection[PeerKey] = ()
 ) -> tuple[PeerKey, ...]:
-    """Return up to `count` keys, each drawn by stake from those that are left: many keys with one stake gain nothing.
+    """Return up to `count` keys, each drawn by stake from those that are left. Dividing stake over keys gains nothing.
 
     Draw i takes H(seed | i) modulo the stake that is left, and finds the key on whose part of it, by ascending key, it
     falls.

@@ -12,6 +12,8 @@ et al. 2020, arXiv 2003.03052). Of one key's messages the one whose windows end 
 never restarts, whichever branch it is on. Heights would not do: a key that left a longer branch would still count
 there. Ties: more keys, then more windows, then the smaller digest.
 
+In names the root is at the top: `above` are ancestors.
+
 This order of messages has a limit. A key that moves to another branch keeps counting on the old one until its windows
 on the new one end later. Meanwhile a coalition with less than half of the stake may make the old branch win. In a
 replayable run an honest trainer's windows never end earlier, unless its saved state is lost. With error feedback they
@@ -254,7 +256,7 @@ class Chain:
         earlier -= banned
         return 2 * len(earlier & signers) > len(earlier) or not earlier
 
-    def signers(self, record: Digest) -> set[PeerKey]:
+    def keys_for(self, record: Digest) -> set[PeerKey]:
         """Return the keys that voted for a record, or contributed or announced after it. Raises ChainError."""
         return set(self._node(record).latest_messages())
 
@@ -286,7 +288,7 @@ class Chain:
         return a is not None and b is not None and self._descends(b, a)
 
     def announce(self, header: Signed[UpdateHeader]) -> None:
-        """Count a header that arrived on its own as support for its parent, even if no record lists it.
+        """Count a header that arrived on its own as being for its parent, even if no record lists it.
 
         Without this, a peer that proposes several records in a row decides which keys are for them. Only authors with
         stake count.
@@ -624,7 +626,7 @@ class Chain:
         node = None if rollback is None else self._nodes.get(rollback.record)
         if rollback is not None and node is not None and node.height != rollback.round:
             raise ChainError(
-                f"the owner's rollback names round {rollback.round} for a record of round {node.height - 1}"
+                f"the owner's rollback goes on with round {rollback.round} after a record of round {node.height - 1}"
             )
         self._newest_directive, self._banned = directive, frozenset(body.banned)
         if rollback is None or (before is not None and before.body.rollback == rollback):

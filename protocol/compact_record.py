@@ -1,4 +1,4 @@
-"""A record with its headers replaced by short ids, for members that hold them (as compact blocks in BIP 152).
+"""A record with its headers replaced by header ids, for members that hold them (as compact blocks in BIP 152).
 
 A record of a thousand contributors has 600 KB of headers, which every member has received already, from their
 authors. In a compact record each header is replaced by the first HEADER_ID_BYTES of the SHA-256 of its envelope: 18 KB.
@@ -30,7 +30,7 @@ _MARK = wire.Envelope(kind=KIND).SerializeToString(deterministic=True)
 
 @dataclass(frozen=True, slots=True)
 class CompactRecord:
-    """The unverified contents of a compact record: the claimed author, and the short ids of the headers in order."""
+    """The unverified contents of a compact record: the claimed author, and the header ids in order."""
 
     author: PeerKey
     header_ids: tuple[bytes, ...]
@@ -56,7 +56,7 @@ class CompactRecord:
 
 
 def header_id(header: bytes) -> bytes:
-    """Return the short id of a header, from its envelope."""
+    """Return the id of a header, from its envelope."""
     return sha256(header)[:HEADER_ID_BYTES]
 
 
@@ -102,14 +102,14 @@ def parse_compact_record(encoded: bytes) -> CompactRecord:
 
 
 def check_header_ids(header_ids: Sequence[bytes]) -> Sequence[bytes]:
-    """Return the short ids that a member requests. Raises MalformedError."""
+    """Return the header ids that a member requests. Raises MalformedError."""
     if len(header_ids) > MAX_CONTRIBUTORS or any(len(n) != HEADER_ID_BYTES for n in header_ids):
         raise MalformedError(f"at most {MAX_CONTRIBUTORS} headers are asked for, by {HEADER_ID_BYTES} bytes each")
     return header_ids
 
 
 def check_requested_headers(header_ids: Sequence[bytes], headers: Sequence[bytes]) -> dict[bytes, bytes]:
-    """Parse the reply, by short id. Raises MalformedError when it has anything that was not asked for."""
+    """Parse the reply, by header id. Raises MalformedError when it has anything that was not asked for."""
     if len(headers) > len(header_ids) or any(len(h) > MAX_HEADER_ENVELOPE for h in headers):
         raise MalformedError("more, or longer, headers than were asked for")
     found = {header_id(h): h for h in headers}

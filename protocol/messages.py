@@ -313,11 +313,11 @@ class Heartbeat:
     addresses: tuple[str, ...]
     """Multiaddresses at which others can dial it."""
     admission: bytes
-    """The envelope of its admission; empty for an observer."""
+    """The envelope of its admission; empty for one that is no peer."""
     device: str
     """Name of its device, for display."""
     state: Digest | None = None
-    """Digest of the state after `head`, as it holds it; None for an observer."""
+    """Digest of the state after `head`, as it holds it; None for one without a trainer."""
     unreachable: tuple[int, ...] = ()
     """`short_id`s of members whose messages do not reach it directly, so that others relay them."""
     directive_sequence: int = 0

@@ -49,11 +49,13 @@ class RecordNode:
         self.weight = 0
         """Windows accepted, as weighed, from the genesis up to it."""
         self.contributors = 0
+        """Number of updates that its record lists."""
         self.size = 0
         """Bytes of the certificate."""
         self.directives = ActiveDirectives()
         self.seed = first_seed(digest)
-        """The seed of the next round's turns and committees, and of the audits of this record's parent.
+        """The seed of the next round's turns and committees, of this record's audits that are always due, and of its
+        parent's others.
 
         It is made of the outputs of all authors up to here, which they cannot choose (`vrf`).
         """
@@ -112,7 +114,7 @@ class RecordNode:
         return found
 
     def latest_messages(self, *, beside: RecordNode | None = None) -> dict[PeerKey, int]:
-        """Return the keys that support this record, each with the end of its windows in its newest message here.
+        """Return the keys that are for this record, each with the end of its windows in its newest message here.
 
         They are those that voted for it, the contributors of all records built on it, and those that announced an
         update here. Their headers name a record here as the parent, so nobody can list them unless they are for it.

@@ -60,9 +60,9 @@ class AuthorHistory:
 def weigh(claims: Sequence[tuple[int, AuthorHistory]], round_: int, most: int) -> tuple[int, ...]:
     """Return the weighed windows of each update of a round, from its claimed windows (1 or more) and its author.
 
-    A newcomer's limit is the lower quartile of what the other authors' own limits let them weigh. If all are newcomers,
-    it is the lower quartile of the claims. Nobody's limit is below it, since a new key would have as much. No update
-    weighs more than `most`, the largest claim that the run allows.
+    A newcomer's limit is the lower quartile of what the others, who are no newcomers, weigh by their own limits. If all
+    are newcomers, it is the lower quartile of the claims. Nobody's limit is below it, since a new key would have as
+    much. No update weighs more than `most`, the largest claim that the run allows.
     """
     limits = [history.limit(round_) for _, history in claims]
     wanted = [min(most, claimed + history.backlog) for claimed, history in claims]

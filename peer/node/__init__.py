@@ -1,7 +1,7 @@
 """The node: one asyncio process that drives the round machine with the store, the swarm and the trainer.
 
-Decisions about rounds are made in `protocol.rounds`, and tensors are handled in `peer.training`. A part that has
-collaborators is a dataclass of them: its private state follows. Data flows in one direction:
+Decisions about rounds are made in `protocol.rounds`, and tensors are handled in `peer.training`. Most parts that
+have collaborators are dataclasses of them, and their private state follows. Data flows in one direction:
 
     other peers -> RequestServer --+                                         +-> Network, ChainStore
     trainer -> TrainerClient ------+-> EventQueue -> RoundDriver -> machine -+-> ActionHandler -> RoundBlobFetcher,

@@ -34,7 +34,7 @@ from protocol.spec import RunSpec
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 64
-"""Screens that wait, and other checks."""
+"""At most this many screens wait, and as many other checks."""
 
 SCREENS_TOGETHER = 4
 """Screens for which a process is started. Fewer wait for another check: a start takes longer than they do."""

@@ -92,7 +92,7 @@ def build_node(
         observer=not options.trains,
         blob_size=codec.size,
         assets=assets(spec),
-        reporter=report_signer,
+        report_signer=report_signer,
     )
     paces = paces or Paces()
     network = Network(membership, tasks, options.listen, options.announce, chain.is_banned, start_swarm, paces=paces)

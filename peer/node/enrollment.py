@@ -62,7 +62,7 @@ class RunIsOver(PeerError):
 
 @dataclass
 class Enrollment:
-    """A peer's right to take part in its run, and what it needs to enter. Close it at the end.
+    """A peer's right to take part in its run (of a `Node` its membership), and what it needs. Close it at the end.
 
     `admission` (an encoded envelope) is replaced when it is renewed. An observer has none, and no client; a newcomer
     whose coordinator is away has none yet.

@@ -61,10 +61,8 @@ class RequestServer:
             if isinstance(event, MessageReceived):
                 message = event.message
                 if message.author == me:
-                    if not isinstance(
-                        message.body, Heartbeat
-                    ):  # a heartbeat that we did not send: another machine has our key
-                        continue
+                    if not isinstance(message.body, Heartbeat):
+                        continue  # a heartbeat goes on: if we did not send it, another machine has our key
                 elif not network.is_banned(message.author):
                     self.bus.post(MessageVerified(message))
                     network.note_message(message, sender)

@@ -74,7 +74,7 @@ class SliceRelay:
             return
         if len(self._requests) >= MAX_REQUESTS:
             self._requests.clear()
-        found = () if self.store.has(blob) else self.machine.slices_for(blob, by)
+        found = () if self.store.has(blob) else self.machine.duties_of(blob, by)
         self._requests[blob, by] = now + (KNOWN_SECONDS if found else UNKNOWN_SECONDS)
         for record, shard, committee in found:
             # Several authors may be listed with one blob: anybody can name it as theirs.
@@ -102,7 +102,7 @@ class SliceRelay:
     async def _fetch(self, author: PeerKey, blob: Digest, chunks: tuple[int, ...], by: PeerKey) -> None:
         try:
             async with self._turns:
-                if not self.machine.slices_for(blob, by):
+                if not self.machine.duties_of(blob, by):
                     return  # the record was decided meanwhile
                 await self.network.fetch_blob(
                     blob, self.update_size, [author], deadline_seconds=SLICE_ATTEMPT_SECONDS, chunks=chunks

@@ -80,7 +80,7 @@ class Handlers:
     on_blob_requested: Callable[[Digest, PeerKey], None] = lambda blob, requester: None
     """Called for every request for a blob that `serve_refusal` admitted."""
     on_header_request: Callable[[wire.Packet], wire.Packet] = lambda names: wire.Packet()
-    """Returns headers that our compact records name, by their short ids. Raises CairnError."""
+    """Returns headers that our compact records name, by their ids. Raises CairnError."""
     on_warning: Callable[[str], None] = log.warning
     """A fault that the user should know of; the swarm continues."""
     on_coordinator_address_request: Callable[[wire.CoordinatorAddressRequest], wire.CoordinatorAddressReply] = (

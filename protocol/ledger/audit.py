@@ -55,7 +55,7 @@ class CreditedRounds:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A difference. `number` is that of the round; None for what is about no single round."""
+    """A difference. `number`: as in `CreditedRound`; None for what is about no single round."""
 
     number: int | None
     message: str
@@ -88,7 +88,7 @@ CreditsLookup = Callable[[Digest], RoundCredits | None]
 """A function that returns the credits of a record's certificate (`credits.credits_of`); None without a certificate."""
 
 
-class Auditor:
+class LedgerAuditor:
     """An audit of the first `size` final rounds of a coordinator.
 
     `add` each in order, then `finish`, then `check_settled` and `check_totals`. `find` knows the certificates that were
@@ -130,7 +130,7 @@ class Auditor:
         """Check the next round as the coordinator tells of it."""
         report, n = self.report, told.number
         if n != self._expected:
-            self._add_finding(n, f"round number {n} is where number {self._expected} should be: rounds are missing or "
+            self._add_finding(n, f"entry {n} is where entry {self._expected} should be: rounds are missing or "
                                  "out of order")  # fmt: skip
         self._expected = n + 1
         report.rounds += 1

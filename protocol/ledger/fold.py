@@ -189,7 +189,7 @@ class CreditFold:
         on_branch = last < self.rounds and (last < 0 or self.record_of(last) == rollback.record)
         if not on_branch or (last < 0 and rollback.record != genesis_digest(self.run)):
             raise LedgerRuleError(
-                f"a rollback to round {last}, record {rollback.record.short}: the credited branch has no such round"
+                f"a rollback to round {rollback.round}, after {rollback.record.short}: no such record is on the branch"
             )
 
     def _check(self, credits: RoundCredits) -> None:

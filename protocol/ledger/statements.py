@@ -86,7 +86,7 @@ class SignedStatement(Generic[T]):
 class AccountBinding:
     """A binding that peer and account have signed.
 
-    If a peer has several bindings, the one with the highest `precedence` counts.
+    If a peer has several bindings, the one with the highest `precedence` counts. Times in unix seconds.
     """
 
     peer: PeerKey
@@ -113,7 +113,7 @@ def sign(identity: Identity, body: T) -> SignedStatement[T]:
 
 
 def open_receipt(encoded: bytes, run: RunId, owner: PeerKey) -> SignedStatement[Receipt]:
-    """Raise MalformedError, SignatureError; AdmissionError when it is not the owner's."""
+    """Return a verified receipt. Raises MalformedError, SignatureError; AdmissionError when it is not the owner's."""
     return _open(encoded, Receipt, run, owner)
 
 

@@ -1,4 +1,7 @@
-"""The outputs of the round machine: the driver carries them out in order."""
+"""The outputs of the round machine: the driver carries them out in order.
+
+`CancelReduce.record` is a record digest, `KeepState.record` a certificate digest.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from protocol.rounds.policy import RoundPolicy
 
 @dataclass(frozen=True, slots=True)
 class Broadcast:
-    """Send a message to every known member (best effort; the machine repeats what matters)."""
+    """Send a message to every known peer (best effort; the machine repeats what matters)."""
 
     message: Signed
 
@@ -160,7 +163,7 @@ class ApplyRecord:
     """The end of the own windows that the chain has accepted."""
 
     weight: int
-    """Windows that the chain has accepted after this record."""
+    """Windows accepted, as weighed, from the genesis up to this record."""
 
     regained: tuple[Digest, ...] = ()
     """Own blobs that returned to the error feedback earlier, and that the chain has accepted after all: they are taken

@@ -102,7 +102,7 @@ class BranchQuarantine:
     def _forget(self, record: Digest) -> None:
         context, (_, known) = self._context, self._forgotten.get(record, (0.0, frozenset()))
         until = context.now + context.policy.patience_seconds
-        self._forgotten.renew(record, (until, known | context.chain.signers(record)))
+        self._forgotten.renew(record, (until, known | context.chain.keys_for(record)))
         context.chain.forget(record)
 
     def is_forgotten(self, certificate: Certificate) -> bool:

@@ -22,7 +22,7 @@ ANSWER_MARGIN_SECONDS = 1e-6
 """Seconds beyond the time for an answer before the request counts as failed."""
 
 MAX_PATIENCES = 10
-"""Upper bound on joining, in multiples of the patience: a chain of thousands of rounds takes minutes. Otherwise an
+"""Upper bound on joining, in multiples of `member_seconds`: a chain of thousands of rounds takes minutes. Otherwise an
 admitted peer could hold a newcomer with records that lead nowhere."""
 
 
@@ -186,12 +186,12 @@ class ChainSync:
 class JoinTimer:
     """The time of joining, in which a newcomer collects the others' records before it loads a state and trains.
 
-    `patience`: seconds after which it is over if nothing arrives of what others claim to have.
+    `member_seconds`: those after which it is over if nothing arrives of what others claim to have.
     """
 
-    def __init__(self, now: float, patience: float):
+    def __init__(self, now: float, member_seconds: float):
         self._wait_until = self._grew = now
-        self._patience = patience
+        self._member_seconds = member_seconds
 
     def begin(self, now: float, seconds: float) -> None:
         """Start. Peers that are present send a heartbeat within this time."""
@@ -204,6 +204,6 @@ class JoinTimer:
     def is_over(self, deadlines: Deadlines, *, ahead: bool, equal: bool) -> bool:
         """Return whether it is over. `ahead`: a peer has records that we miss; `equal`: one has a head that we know."""
         waited = deadlines.due("joining", self._wait_until)
-        grew = min(self._grew, self._wait_until + MAX_PATIENCES * self._patience)
-        at_last = max(self._wait_until, grew) + self._patience
+        grew = min(self._grew, self._wait_until + MAX_PATIENCES * self._member_seconds)
+        at_last = max(self._wait_until, grew) + self._member_seconds
         return (not ahead and (equal or waited)) or deadlines.due("joining at last", at_last)

@@ -326,7 +326,7 @@ class Consensus:
             self.round.set_state(self._sync.state)
 
     def exclude_banned(self) -> None:
-        """Leave banned authors out of the open round."""
+        """Leave banned and barred authors out of the open round."""
         if self.round is not None:
             for key in [k for k in self.round.headers if self._context.is_excluded(k)]:
                 self.round.exclude(key)
@@ -347,7 +347,7 @@ class Consensus:
         return not sync.is_moving and sync.applied == round_.parent and not sync.is_behind
 
     def advance(self, *, hurry: bool = False) -> Certificate | None:
-        """Do what is due; return a certificate when that completes one. `hurry`: announce now, since we are leaving."""
+        """Do what is due; return a certificate when that completes one. `hurry`: announce now: we leave or rest."""
         round_, exchange = self.round, self.exchange
         if round_ is None or exchange is None or not self.is_working:
             self.stop_exchange()
@@ -558,7 +558,7 @@ class Consensus:
         return context.deadlines.due("patience", arrived + context.policy.patience_seconds)
 
     def voters_for(self, record: Digest) -> set[PeerKey]:
-        """Return the keys whose votes for a record of the open round have arrived."""
+        """Return the keys whose votes for a record (record digest) of the open round have arrived."""
         proposal = None if self.round is None else self.round.proposals.get(record)
         if self.round is None or proposal is None:
             return set()

@@ -139,7 +139,7 @@ class Context:
             "another machine uses a copy of this one's key: the two contradict each other, and the work of neither "
             "counts. Stop one of them, or start it with another home folder"
         )
-        self.notify("error", "twin", text, self.me)
+        self.notify("error", "copied-key", text, self.me)
 
     def notify(self, level: str, kind: str, text: str, about: PeerKey | None = None) -> None:
         """Report something to a person; about one peer, only the first of each kind in a round.

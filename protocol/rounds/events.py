@@ -1,4 +1,7 @@
-"""The inputs of the round machine. Messages in them have been verified (`message_codec.MessageDecoder`)."""
+"""The inputs of the round machine. Messages in them have been verified (`message_codec.MessageDecoder`).
+
+`record` is a certificate digest; in `ShardReduced` and `ShardUnavailable` it is a record digest.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from protocol.messages import Certificate, Directive, Finalization, Score, Signe
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed. Only faults and heartbeats need it; `machine.next_tick` is the time of the next one."""
+    """Time passed, and a deadline may be due. `machine.next_tick` is the earliest."""
 
 
 @dataclass(frozen=True, slots=True)

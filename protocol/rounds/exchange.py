@@ -108,7 +108,7 @@ class Exchange(ABC):
         """Return the blobs of all shards that somebody attested."""
         return set()
 
-    def slices_for(self, blob: Digest, member: PeerKey) -> list[ShardDuty]:
+    def duties_of(self, blob: Digest, member: PeerKey) -> list[ShardDuty]:
         """Return the shards that a member is to make with an update, of the proposals that list it."""
         return []
 

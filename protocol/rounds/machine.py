@@ -86,7 +86,7 @@ class RoundMachine:
     """One peer's state machine of the protocol. Events and the peer's status come in with `step`; actions come out.
 
     Before the driver serves a blob, it asks `serve_refusal`: the rule of commit-then-reveal is there. Other queries:
-    `next_tick`, `phase`, `chain`, `open_round`, `slices_for`, `retained_blobs`, `summary` and `sizes`. `introduction`
+    `next_tick`, `phase`, `chain`, `open_round`, `duties_of`, `retained_blobs`, `summary` and `sizes`. `introduction`
     gives the heartbeat for the time before `start`.
     """
 
@@ -102,21 +102,21 @@ class RoundMachine:
         blob_size: int | Callable[[int], bool] | None = None,
         status: LocalStatus | None = None,
         assets: Set[Digest] = frozenset(),
-        reporter: Signer | None = None,
+        report_signer: Signer | None = None,
     ):
         """`chain` is loaded with what the store holds, and is the machine's from now on. Anybody may have `assets`.
 
         `blob_size` is the size in bytes of updates of the run's codec: a number, or a predicate; None accepts any size.
-        `reporter` signs the reports on the checks of `AuditUpdate`; None: the driver cannot make them. An `observer`
-        with one is a peer that audits without training.
+        `report_signer` signs the reports on the checks of `AuditUpdate`; None: the driver cannot make them. An
+        `observer` with one is a peer that audits without training.
         """
         accepts_size = blob_size if callable(blob_size) else (lambda size: blob_size in (None, size))
-        is_peer = not observer or reporter is not None
+        is_peer = not observer or report_signer is not None
         self._context = Context(policy, run, signer, chain, observer, is_peer, accepts_size, now)
         self._status = status or LocalStatus()
         self._sync = StateSync(self._context)
         self._consensus = Consensus(self._context, self._sync)
-        self._auditor = AuditScheduler(self._context, reporter)
+        self._audits = AuditScheduler(self._context, report_signer)
         self._directives = DirectiveGossip(self._context)
         self._departure = Departure(self._context)
         self._rest = RestSteps(self._context, self._sync, self._consensus)
@@ -202,7 +202,7 @@ class RoundMachine:
             case ev.BlobUnavailable(blob):
                 context.blobs.unavailable(blob, context.now)
             case ev.UpdateAudited() | ev.AuditNotMade():
-                self._auditor.answered(event)
+                self._audits.answered(event)
             case ev.StateReached(record, state):
                 self._state_reached(record, state)
             case ev.SyncFailed() | ev.StateNotKept():
@@ -264,10 +264,10 @@ class RoundMachine:
             self._applied_at, self._applied = chain.head, self._assets | retained(self._context.spec_policy, chain)
         return self._applied
 
-    def slices_for(self, blob: Digest, member: PeerKey) -> list[ShardDuty]:
+    def duties_of(self, blob: Digest, member: PeerKey) -> list[ShardDuty]:
         """Return the shards that a member is to make with an update, with each one's proposal and committee."""
         round_, exchange = self._consensus.round, self._consensus.exchange
-        return [] if round_ is None or exchange is None else exchange.slices_for(blob, member)
+        return [] if round_ is None or exchange is None else exchange.duties_of(blob, member)
 
     def retained_blobs(self) -> set[Digest]:
         """Return the checkpoints and blobs that the store must keep for this machine and for other members.
@@ -289,7 +289,7 @@ class RoundMachine:
         context = self._context
         found = context.members.sizes() | context.blobs.sizes() | context.own.sizes() | self._sync.sizes()
         found |= self._consensus.sizes() | self._chain_sync.sizes() | self._future.sizes() | self._directives.sizes()
-        found |= self._auditor.sizes()
+        found |= self._audits.sizes()
         limits = context.chain.limits
         return found | {"records": (len(context.chain), limits.max_records + limits.max_side_records)}
 
@@ -320,7 +320,7 @@ class RoundMachine:
         elif isinstance(body, Directive):
             self._receive_directive(message, None)
         elif isinstance(body, WorkReport):
-            self._auditor.receive(message)
+            self._audits.receive(message)
         elif isinstance(body, UpdateHeader | RoundRecord) and context.is_excluded(message.author):
             pass  # until a record carries the ban, updates of this peer count when others list them
         elif isinstance(body, UpdateHeader | RoundRecord | Vote | ShardAttestation):
@@ -481,7 +481,7 @@ class RoundMachine:
     def _is_supported(self, record: Digest) -> bool:
         chain = self._context.chain
         voters = self._consensus.voters_for(chain.certificate(record).record.digest)
-        return self._has_support(record, chain.signers(record) | voters)
+        return self._has_support(record, chain.keys_for(record) | voters)
 
     def _has_support(self, record: Digest, signers: set[PeerKey]) -> bool:
         """Return whether a record has support. Members whose state is of the record, or of a later one, are for it."""
@@ -614,7 +614,7 @@ class RoundMachine:
             if isinstance(message.body, Vote | ShardAttestation) or message.body.parent == parent:
                 self._add_own_certificate(consensus.receive(message))
         if self._sync.joined:  # until then an observer passes records of long ago
-            self._auditor.round_begun(parent)
+            self._audits.round_begun(parent)
         self._departure.reached_total(context.chain.weight(parent))
         self._beat()
 

@@ -71,7 +71,7 @@ class Penalties:
         self._penalties.renew(key, (count, number + 2**count))
 
     def withdraw(self, key: PeerKey, number: int) -> None:
-        """Take back a penalty that was added in round `number`; an earlier one is over then."""
+        """Take back a penalty that was added in round `number`, with its doubling. An earlier one is over then, too."""
         count, until = self._penalties.get(key, (0, 0))
         if count == 1 and until == number + 2:
             self.forgive(key)
@@ -110,8 +110,9 @@ class Members:
         """Peers that said goodbye, with the sequence of it."""
 
         self.late = Penalties(policy.max_members)
-        """For keeping a round waiting until the deadline: for a while nobody waits for these peers. Being listed later
-        does not clear it, or else a peer that announces in every second round would stall the others."""
+        """For keeping a round waiting until the deadline, or an invalid update: for a while nobody waits for these
+        peers. Being listed later does not clear it, or else a peer that announces in every second round would stall
+        the others."""
 
         self.unavailable = Penalties(policy.max_members)
         """For certified blobs that nobody gave us: for a while we wait for theirs only briefly."""
@@ -204,6 +205,7 @@ class Members:
         return True
 
     def has_left(self, key: PeerKey) -> bool:
+        """Return whether a peer has said goodbye; it may be back."""
         return key in self._gone
 
     def expire(self, now: float) -> list[PeerKey]:

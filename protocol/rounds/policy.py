@@ -66,6 +66,10 @@ class RoundPolicy:
         )
 
     def under(self, changes: RoundChanges) -> RoundPolicy:
+        """Return the policy with the owner's changes.
+
+        A target in tokens is rounded up to windows, `max_update_tokens` down, to at least 1.
+        """
         names = ("max_seconds", "exchange_seconds", "propose_seconds", "patience_seconds", "member_seconds")
         new: dict[str, Any] = {name: getattr(changes, name) for name in (*names, "max_members")}
         if changes.target_tokens is not None:

@@ -85,7 +85,7 @@ class ReducedExchange(Exchange):
         return False
 
     def failed_attempts(self, attempt: int) -> int:
-        """Return the number of abandoned proposals at most: attempts pass while one is worked on."""
+        """Return the attempt, at most one more than the abandoned proposals: attempts pass while one is worked on."""
         return min(attempt, 1 + self._failed_attempts)
 
     def missing_for(self, record: RoundRecord) -> set[Digest]:
@@ -205,7 +205,7 @@ class ReducedExchange(Exchange):
     def shard_blobs(self) -> set[Digest]:
         return {a.body.blob for tally in self._tallies.values() for a in tally.all() if a.body.blob is not None}
 
-    def slices_for(self, blob: Digest, member: PeerKey) -> list[ShardDuty]:
+    def duties_of(self, blob: Digest, member: PeerKey) -> list[ShardDuty]:
         found = []
         for digest, proposal in self._round.proposals.items():
             if digest not in self._abandoned and any(u.body.blob == blob for u in proposal.record.body.updates):
@@ -241,7 +241,7 @@ class ReducedExchange(Exchange):
 
     def _has_duty(self, record: Digest, shard: int) -> bool:
         tally, me = self._tallies.get(record), self._context.me
-        return tally is not None and tally.seats(me, shard) and me not in tally.attestations[shard]
+        return tally is not None and tally.has_seat(me, shard) and me not in tally.attestations[shard]
 
     def _attest(self, body: ShardAttestation) -> None:
         attestation = self._context.signer.sign(body)
@@ -296,7 +296,7 @@ class ReducedExchange(Exchange):
 
     def _add(self, proposal: Proposal, attestation: Signed[ShardAttestation]) -> bool:
         context, tally, shard = self._context, self._tallies[proposal.record.digest], attestation.body.shard
-        if not tally.seats(attestation.author, shard) or attestation.author in tally.attestations[shard]:
+        if not tally.has_seat(attestation.author, shard) or attestation.author in tally.attestations[shard]:
             return False
         self._bytes += len(attestation.encoded)
         if tally.add(attestation) and (blob := tally.agreed[shard]) is not None:
@@ -320,7 +320,7 @@ class ReducedExchange(Exchange):
     def _check_second(self, proposal: Proposal | None, attestation: Signed[ShardAttestation]) -> None:
         author, body = attestation.author, attestation.body
         tally = None if proposal is None else self._tallies[proposal.record.digest]
-        if tally is None or not tally.seats(author, body.shard):
+        if tally is None or not tally.has_seat(author, body.shard):
             return
         first = tally.attestations[body.shard].get(author)
         # A member that missed slices at first and got them later has not lied.

@@ -122,7 +122,7 @@ class RoundState:
         """Blobs that a second author claimed: which of the two copied is not known for certain."""
 
         self.excluded: set[PeerKey] = set()
-        """Authors whose blob broke the codec's rules, and banned ones."""
+        """Authors that no record of ours lists: of an invalid blob or two headers, banned or barred."""
 
         self.proposals: dict[Digest, Proposal] = {}
         self.votes: dict[PeerKey, BoundedDict[Digest, Signed[Vote]]] = {}

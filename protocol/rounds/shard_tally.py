@@ -29,7 +29,7 @@ class ShardTally:
         self.deadlocked: int | None = None
         """A shard on which its committee cannot agree any more."""
 
-    def seats(self, author: PeerKey, shard: int) -> bool:
+    def has_seat(self, author: PeerKey, shard: int) -> bool:
         return shard < len(self.committees) and author in self.committees[shard]
 
     def duties(self, author: PeerKey) -> list[int]:

@@ -34,6 +34,8 @@ class Summary:
     """The newest record whose state is held (for an observer: known)."""
 
     state: Digest | None
+    """The state after the head; None while it is not held."""
+
     weight: int
     """Windows accepted up to the head."""
 
@@ -69,7 +71,7 @@ def summarise(context: Context, consensus: Consensus, sync: StateSync, phase: Ph
         phase=phase,
         round=context.chain.height(head),
         head=head,
-        state=sync.state,
+        state=sync.state if head == sync.applied else None,
         weight=context.chain.weight(head),
         chain_head=context.chain.head,
         members=tuple(MemberView(m.key, m.beat, now - m.heard) for m in context.members),

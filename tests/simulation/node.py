@@ -107,7 +107,7 @@ class Node:
         )
         self.machine = self.machine_type(
             w.policy, w.run, self.signer, chain, now=w.clock.now, observer=self.observer, blob_size=1000,
-            reporter=self.reporter if w.audits else None,
+            report_signer=self.reporter if w.audits else None,
         )  # fmt: skip
         self.tick_at = float("inf")
         self.trainer_record: Digest | None = None

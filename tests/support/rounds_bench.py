@@ -42,7 +42,7 @@ class Bench:
         status = LocalStatus(admission=b"me")
         self.machine = RoundMachine(
             policy, RUN, FakeSigner(ME), self.chain, now=0.0, observer=observer, blob_size=9, status=status,
-            reporter=reporter,
+            report_signer=reporter,
         )  # fmt: skip
         self.actions = self.machine.start(0.0, alone=alone)
         self.note_directives()

@@ -38,7 +38,7 @@ class Seats:
         self._keys = tuple(sorted(p.key for p in committee))
         self.known = known
 
-    def slices_for(self, blob: Digest, member: PeerKey):
+    def duties_of(self, blob: Digest, member: PeerKey):
         return [(listing(self._world.record, blob), p, self._keys) for p in self._parts] if self.known else []
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from protocol.ids import Digest, Round
-from protocol.ledger.audit import Auditor, AuditReport, CreditedRound
+from protocol.ledger.audit import AuditReport, CreditedRound, LedgerAuditor
 from protocol.ledger.credits import CreditRule, RoundCredits, credits_of
 from protocol.ledger.fold import CreditFold
 from protocol.message_codec import KeySigner
@@ -59,7 +59,7 @@ class World:
 
     def audit(self, *, without: Digest | None = None) -> AuditReport:
         followed = {c.digest for c in self.maker.certificates}
-        auditor = Auditor(
+        auditor = LedgerAuditor(
             SPEC, lambda d: None if d == without else self.credits.get(d), len(self.told),
             is_abandoned=lambda d: d not in followed,
         )  # fmt: skip
@@ -176,7 +176,7 @@ def test_a_missing_round_is_found_once():
     del w.told[1]
     found = [d.message for d in w.audit().findings]
     assert len(found) == 2
-    assert "number 2 is where number 1 should be" in found[0] and "is not credited before number 2" in found[1]
+    assert "entry 2 is where entry 1 should be" in found[0] and "is not credited before number 2" in found[1]
 
 
 def test_a_round_left_out_that_the_fold_refuses_ends_no_audit():
@@ -190,7 +190,7 @@ def test_a_round_left_out_that_the_fold_refuses_ends_no_audit():
 def test_an_audit_is_full_when_too_much_is_wrong(monkeypatch):
     monkeypatch.setattr("protocol.ledger.audit.MAX_FINDINGS", 3)
     w = World()
-    auditor = Auditor(SPEC, lambda d: None, 6)
+    auditor = LedgerAuditor(SPEC, lambda d: None, 6)
     for n, told in enumerate(w.told):
         assert auditor.is_full == (n >= 3)
         auditor.add(told)

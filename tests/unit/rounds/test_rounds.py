@@ -215,7 +215,7 @@ def test_a_machine_with_a_copy_of_our_key_is_reported_by_its_update_or_its_heart
     b = Bench()
     b.announce()
     b.step(ev.MessageReceived(b.header(ME, 7, b"other")))
-    assert [(r.level, r.kind) for r in b.of(do.Notice)] == [("error", "twin")]
+    assert [(r.level, r.kind) for r in b.of(do.Notice)] == [("error", "copied-key")]
     b = Bench()
     own = [a.message.body for a in b.machine.step(ev.Tick(), 2.0) if isinstance(a, do.Broadcast)]
     for sequence in (0, *(body.sequence for body in own if isinstance(body, Heartbeat))):
@@ -225,7 +225,7 @@ def test_a_machine_with_a_copy_of_our_key_is_reported_by_its_update_or_its_heart
         b.beat(ME, sequence=10**6)  # our own, from before a restart with the clock set back
         assert not b.of(do.Notice)
     b.beat(ME, sequence=10**6 + 1)
-    assert [r.kind for r in b.of(do.Notice)] == ["twin"]
+    assert [r.kind for r in b.of(do.Notice)] == ["copied-key"]
     b.beat(ME, sequence=10**6 + 1)
     assert not b.of(do.Notice)
 

@@ -287,11 +287,11 @@ def test_whose_slices_a_member_needs_follows_from_the_proposals_that_are_worked_
     b = Reducing(4, policy=replace(THREE, exchange=replace(THREE.exchange, committee=1)))
     record, blob = b.propose(), b.headers[0].body.blob
     (duty,) = b.all_of(do.ReduceShard)
-    assert b.machine.slices_for(blob, ME) == [(record, duty.shard, (ME,))]
-    assert all(len(b.machine.slices_for(blob, key)) == 1 for key in b.others)
-    assert not b.machine.slices_for(blob, OTHERS[-1]) and not b.machine.slices_for(shard_blob(0), ME)
+    assert b.machine.duties_of(blob, ME) == [(record, duty.shard, (ME,))]
+    assert all(len(b.machine.duties_of(blob, key)) == 1 for key in b.others)
+    assert not b.machine.duties_of(blob, OTHERS[-1]) and not b.machine.duties_of(shard_blob(0), ME)
     b.step(ev.Tick(), b.now + THREE.exchange_seconds + 1)  # given up
-    assert all(r != record for r, _, _ in b.machine.slices_for(blob, ME))
+    assert all(r != record for r, _, _ in b.machine.duties_of(blob, ME))
 
 
 def test_a_record_with_two_means_is_two_branches_and_who_holds_the_lighter_one_moves():
