@@ -26,12 +26,12 @@ from peer.channel import MomentForm
 from peer.coordinator_client import WrongClock
 from peer.doctor import links, pace
 from peer.doctor.clock import clock_finding
-from peer.doctor.device import device_finding, memory_finding
+from peer.doctor.device import device_finding, files_finding, memory_finding
 from peer.doctor.device_process import try_device
-from peer.doctor.disk import disk_finding, state_bytes
+from peer.doctor.disk import disk_finding, files_room, state_bytes
 from peer.doctor.findings import DoctorFinding, Verdict, verdict_of
 from peer.doctor.measurements import DownloadProbe
-from peer.doctor.probes import dial, disk_space, own_address
+from peer.doctor.probes import DiskSpace, dial, disk_space, own_address
 from peer.fetched_data import data_bytes
 from peer.node.enrollment import run_folder
 from peer.node.options import NodeOptions
@@ -101,11 +101,14 @@ async def examine(machine: Examined, via: Sequence[str], progress: Progress = la
         return Report(RunId(machine.invite.run), (versions, DoctorFinding(name, "no", str(e))))
     spec, place = info.spec, machine.invite.coordinators[0]
     own = await asyncio.to_thread(own_address, place.host, place.port)
+    space = disk_space(run_folder(machine.home, spec.run_id) / "store")
     findings = [
         versions, links.run_finding(info, status), clock_finding(ahead), links.reach_finding(reached, own),
-        _disk(machine, spec),
+        _disk(machine, space, spec),
     ]  # fmt: skip
-    with tempfile.TemporaryDirectory(prefix="cairn-doctor-") as folder:
+    room = files_room(spec, limit=machine.disk, used=space.used, free=space.free, private_data=machine.private_data)
+    # On the disk of --home, where the trainer may have files: they would fill a /tmp that lies in memory.
+    with tempfile.TemporaryDirectory(prefix="cairn-doctor-", dir=space.folder if space.is_writable else None) as folder:
         file = Path(folder) / "spec.json"
         file.write_bytes(spec.canonical())
         options = NodeOptions(
@@ -113,8 +116,9 @@ async def examine(machine: Examined, via: Sequence[str], progress: Progress = la
         )
         share = options.gpu_share(replayable=spec.audit.replayable)
         trial = await try_device(
-            file, machine.device, machine.parallel, os.cpu_count() or 1, progress, share, machine.moments
-        )
+            file, machine.device, machine.parallel, os.cpu_count() or 1, progress, share, machine.moments,
+            room if space.is_writable else 0,
+        )  # fmt: skip
     swarm = links.swarm_of(status)
     speed = pace.pace_of(spec, swarm, trial)
     first = data_bytes(spec, private_data=machine.private_data) + state_bytes(spec)
@@ -122,7 +126,8 @@ async def examine(machine: Examined, via: Sequence[str], progress: Progress = la
     figures = {"members": float(swarm.members), "first_bytes_in": float(first), "exchange_mbits": traffic.mbits}
     figures |= {"bytes_in_an_hour": traffic.in_an_hour, "bytes_out_an_hour": traffic.out_an_hour}
     findings.append(device_finding(trial))
-    for finding in (memory_finding(trial, state_bytes(spec)), pace.step_finding(spec, trial, speed)):
+    memory = memory_finding(trial, state_bytes(spec))
+    for finding in (memory, files_finding(trial), pace.step_finding(spec, trial, speed)):
         if finding is not None:
             findings.append(finding)
     findings += [pace.traffic_finding(traffic), pace.link_finding(traffic, download)]
@@ -145,9 +150,8 @@ def _versions() -> DoctorFinding:
     return links.versions_finding(found)
 
 
-def _disk(machine: Examined, spec: RunSpec) -> DoctorFinding:
-    """Judge the disk of --home, of which nothing need exist yet. Raises CairnError."""
-    space = disk_space(run_folder(machine.home, spec.run_id) / "store")
+def _disk(machine: Examined, space: DiskSpace, spec: RunSpec) -> DoctorFinding:
+    """Judge the disk of --home, of which nothing need exist yet."""
     if not space.is_writable:
         remedy = "name another folder with --home, or fix this one"
         return DoctorFinding("disk", "no", f"{space.folder} cannot be written to", remedy)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
@@ -130,7 +130,7 @@ def tensors_from_checkpoint(layout: Layout, data: FileBytes) -> dict[str, Tensor
     return dict(tensors_in(layout, data))
 
 
-def tensors_in(layout: Layout, data: FileBytes) -> Iterator[tuple[str, Tensor]]:
+def tensors_in(layout: Layout, data: FileBytes) -> Generator[tuple[str, Tensor], None, None]:
     """Yield the same tensors one by one, by name; of a base's file in the kinds of its layout."""
     header = layout.checkpoint_header()
     if len(data) != layout.checkpoint_size:

@@ -120,7 +120,8 @@ class Start(_Message):
     `overlap`: training continues while an update is undecided. `private_data`: the spec's addresses may lead to this
     disk, to private networks and, with this user's accounts, into a cloud. `gpu_memory`: the most bytes that tensors
     may take on each GPU; 0: all. `base`: the file of the frozen base model, in a run that trains an adapter.
-    `moments`: the form in which the trainer holds the optimizers' moments.
+    `moments`: the form in which the trainer holds the optimizers' moments. `disk`: the most bytes that files in
+    `state_folder` may take for the state between rounds.
     """
 
     spec_path: Path
@@ -137,6 +138,7 @@ class Start(_Message):
     gpu_memory: Count = 0
     base: Path | None = None
     moments: MomentForm = "fp32"
+    disk: Count = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,11 +227,15 @@ class Stop(_Message):
 
 @dataclass(frozen=True, slots=True)
 class Ready(_Message):
-    """The model is built. `device`: a text for people; `update_size`: bytes of every update's blob."""
+    """The model is built. `device`: a text for people; `update_size`: bytes of every update's blob.
+
+    `disk`: bytes of its files for the state between rounds, which have no names.
+    """
 
     device: Text
     parameters: Count
     update_size: Count
+    disk: Count = 0
 
 
 @dataclass(frozen=True, slots=True)

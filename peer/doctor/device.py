@@ -39,7 +39,8 @@ def memory_finding(trial: Trial, base: int) -> DoctorFinding | None:
     if device.limit:
         has += f", and --gpu-memory lets training take {byte_size(device.limit)}"
     if device.offloaded:
-        has += f"; {byte_size(device.offloaded)} more lie in the machine's memory"
+        place = "in files on the disk" if device.written else "in the machine's memory"
+        has += f"; {byte_size(device.offloaded)} more lie {place}"
     found = f"training needs {byte_size(needed)} and room for a window ({device.layout}); {has}"
     if needed > device.whole:
         return DoctorFinding("memory", "no", found, _larger(device))
@@ -62,6 +63,19 @@ def memory_finding(trial: Trial, base: int) -> DoctorFinding | None:
             "memory", "warning", found, "leave it to this run alone, or training may run out of memory"
         )
     return DoctorFinding("memory", "ok", found)
+
+
+def files_finding(trial: Trial) -> DoctorFinding | None:
+    """Tell of what each round writes to the disk; None if that is nothing."""
+    device = trial.device
+    if device is None or not device.written:
+        return None
+    found = (
+        f"each round writes about {byte_size(device.written)} to files, which wears an SSD: neither this machine's "
+        f"memory nor the GPU has room for {byte_size(device.offloaded)} of the state between rounds"
+    )
+    remedy = "add memory to this machine, or take a larger GPU; a smaller --disk refuses files"
+    return DoctorFinding("disk", "warning", found, remedy)
 
 
 def fits(device: Device) -> bool:

@@ -77,11 +77,12 @@ async def run_check(spec: Path, words: Sequence[str], report: Report, *, threads
 
 async def try_device(
     spec: Path, device: str, parallel: str, threads: int, progress: Callable[[str], None] = lambda text: None,
-    gpu_memory: int = 0, moments: MomentForm = "fp32",
+    gpu_memory: int = 0, moments: MomentForm = "fp32", disk: int = 0,
 ) -> Trial:  # fmt: skip
     """Look at the device, and if the model fits, train on random tokens for up to TRIAL_SECONDS. Raises PeerError.
 
-    `gpu_memory`: the most bytes of each GPU; 0: all. `moments`: as in `peer.channel.Start`.
+    `gpu_memory`: the most bytes of each GPU; 0: all. `moments`, `disk`: as in `peer.channel.Start`. Files lie beside
+    the spec's.
     """
     trial = Trial()
     built = False
@@ -104,7 +105,7 @@ async def try_device(
 
     progress("looking at the device")
     words = ("--device", device, "--parallel", parallel, "--threads", str(threads), "--steps", str(STEP_SECONDS))
-    words += ("--gpu-memory", str(gpu_memory), "--moments", moments)
+    words += ("--gpu-memory", str(gpu_memory), "--moments", moments, "--disk", str(disk))
     try:
         end = await run_check(spec, words, take, threads=threads)
         if end and not trial.refused:

@@ -17,6 +17,16 @@ def state_bytes(spec: RunSpec) -> int:
     return state_layout(spec.model.layout, spec.outer).checkpoint_size
 
 
+def files_room(spec: RunSpec, *, limit: int, used: int, free: int, private_data: bool) -> int:
+    """Return the bytes of files that a trainer may have for its state between rounds, beside a store as below.
+
+    The store comes to hold data and checkpoints, one of them on its way. Half of what --disk allows besides is left for
+    updates.
+    """
+    held = data_bytes(spec, private_data=private_data) + (spec.checkpoint.keep + 2) * state_bytes(spec)
+    return max(0, min((limit - held) // 2, free - max(0, held - used)))
+
+
 def disk_finding(spec: RunSpec, folder: Path, *, limit: int, used: int, free: int, private_data: bool) -> DoctorFinding:
     """Judge the disk by what every peer fetches.
 

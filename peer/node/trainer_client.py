@@ -294,6 +294,7 @@ class TrainerClient:
             case channel.Note(level, _, text):
                 log.log(LEVELS[level], "%s", text)
             case channel.Ready():
+                self.store.lend(message.disk)
                 if self._orders is not None:
                     self.tasks.spawn(self._send_orders(), "orders")
                 log.info(

@@ -6,9 +6,11 @@ no longer count. So the epoch of the saved state, the number of rollbacks that i
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from peer.channel import Start
+from peer.doctor.disk import files_room
 from peer.fetched_data import fetched_shards
 from peer.node.base_model import fetch_base_nearby, fetch_seconds
 from peer.node.network import Network
@@ -55,6 +57,8 @@ async def _fetch(what: str, blob: BlobRef, store: Store, network: Network) -> No
 
 def start_message(spec: RunSpec, store: Store, key: PeerKey, options: NodeOptions) -> Start:
     """Return the trainer's first message; the spec is written to a file for it. Raises StoreError."""
+    with disk(f"reading the size of the disk of {store.folder}"):
+        free = shutil.disk_usage(store.folder).free
     return Start(
         spec_path=write_spec(spec, options.folder),
         identity_key=key,
@@ -69,6 +73,9 @@ def start_message(spec: RunSpec, store: Store, key: PeerKey, options: NodeOption
         private_data=options.private_data,
         shards=data_shards(spec, store),
         base=base_file(spec, store),
+        disk=files_room(
+            spec, limit=store.limit_bytes, used=store.used_bytes, free=free, private_data=options.private_data
+        ),
     )
 
 

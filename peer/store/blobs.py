@@ -58,6 +58,7 @@ class BlobStore:
     def __init__(self, folder: Path, limit_bytes: int):
         self.folder = folder
         self.limit_bytes = limit_bytes
+        self._lent = 0
         self._lock = threading.RLock()
         self._files_lock = threading.RLock()
         self._states: dict[Digest, BlobState] = {}
@@ -71,9 +72,13 @@ class BlobStore:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all whole blobs, and the bytes reserved for all others."""
+        """Bytes of all whole blobs, the bytes reserved for all others, and those that are lent."""
         with self._lock:
-            return sum(state.room for state in self._states.values())
+            return self._lent + sum(state.room for state in self._states.values())
+
+    def lend(self, size: int) -> None:
+        """Count so many bytes of files beside the store as used, instead of those that were lent before."""
+        self._lent = size
 
     @property
     def free_bytes(self) -> int:

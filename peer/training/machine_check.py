@@ -38,6 +38,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--gpu-memory", type=int, default=0, help="the most bytes of each GPU; 0: all")
     parser.add_argument("--moments", default="fp32", help="form of the optimizers' moments, for the steps")
+    parser.add_argument("--disk", type=int, default=0, help="the most bytes of files, for the steps")
     asked = parser.parse_args()
     if not exit_with_parent(asked.parent):
         return 1
@@ -66,7 +67,8 @@ def _reports(asked: argparse.Namespace, spec: RunSpec) -> Iterator[tuple[str, An
         choose_device(device, asked.threads)
     if asked.parallel is None:
         return
-    dims, kind, _ = resolve(asked.parallel, asked.device[0], spec, asked.gpu_memory)
+    device, memory, moments = asked.device[0], asked.gpu_memory, asked.moments
+    dims, kind, _, home = resolve(asked.parallel, device, spec, memory, asked.disk, eight_bit=moments == "8bit")
     if asked.steps is None:
         return
     from peer.doctor.device import fits
@@ -74,10 +76,10 @@ def _reports(asked: argparse.Namespace, spec: RunSpec) -> Iterator[tuple[str, An
     with quiet_imports():
         from peer.training import trial
 
-    found = trial.look(spec, asked.device[0], kind, dims, asked.gpu_memory, asked.moments)
+    found = trial.look(spec, device, kind, dims, memory, moments, home)
     yield "device", asdict(found)
     if fits(found):
-        trainer = trial.build(asked.spec, asked.device[0], dims, asked.threads, asked.gpu_memory, asked.moments)
+        trainer = trial.build(asked.spec, device, dims, asked.threads, memory, moments, asked.disk)
         yield "built", True
         for sample in trial.steps(trainer, dims, asked.steps):
             yield "sample", asdict(sample)

@@ -1,24 +1,30 @@
 """The memory of what is touched once a round: base, outer momentum, anchor and error feedback.
 
 Beside a GPU these lie in the machine's memory, pinned, and visit the GPU in pieces. So the GPU holds weights, gradients
-and moments. On a CPU, and where the machine has too little memory, they lie beside the model. The arithmetic is the
-same, on the same device, so no bit depends on it.
+and moments. In a machine with too little memory they stay on the GPU. If it has no room for them, they lie in mapped
+files, whose pages the system writes out. On a CPU they lie beside the model. The arithmetic is the same, on the same
+device, so no bit depends on it.
 """
 
 from __future__ import annotations
 
+import os
+import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from peer.training.layers import Report
+from peer.errors import TrainingError
 from peer.training.memory import available
+from peer.units import byte_size
 from protocol.spec import RunSpec
 from protocol.training_memory import round_bytes
 
@@ -31,25 +37,25 @@ SHARE = 0.7
 SAVED_BYTES = 16
 """Bytes of a parameter in the copy of what is saved: feedback, progress and two moments."""
 
+Home = Literal["device", "memory", "files"]
+"""A place of the tensors: beside the model, in the machine's memory, or in files that are mapped into it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """`device`: of the arithmetic. `enabled`: the tensors lie in the machine's memory, and visits are copies."""
+    """`device`: of the arithmetic. `enabled`: the tensors lie in the machine's memory, and visits are copies.
+
+    `folder`: they lie in files on its disk instead.
+    """
 
     device: torch.device
     enabled: bool = False
+    folder: Path | None = None
 
     @classmethod
-    def choose(cls, device: torch.device, spec: RunSpec, report: Report) -> Offload:
-        """Offload from a GPU if the machine has the memory for it; otherwise report that it has not."""
-        enabled = can_offload(device.type, spec)
-        if device.type == "cuda" and not enabled:
-            text = (
-                f"the state between rounds stays on the GPU ({round_bytes(spec.model.layout, spec.outer) / 1e9:.1f} GB)"
-                f": elsewhere it would need {_needed(spec) / SHARE / 1e9:.1f} GB of free memory in this machine"
-            )
-            report("info", "memory", text)
-        return cls(device, enabled)
+    def to(cls, home: Home, device: torch.device, folder: Path) -> Offload:
+        """Return the offload to a home; `folder`: of its files, if it has any."""
+        return cls(device, home != "device", folder if home == "files" else None)
 
     @property
     def home(self) -> torch.device:
@@ -58,7 +64,7 @@ class Offload:
 
     @property
     def _pins(self) -> bool:
-        return self.enabled and self.device.type == "cuda"
+        return self.enabled and self.device.type == "cuda" and self.folder is None
 
     def copy(self, tensor: Tensor) -> Tensor:
         """Return a copy of a tensor at home."""
@@ -66,10 +72,13 @@ class Offload:
 
     def place(self, tensor: Tensor) -> Tensor:
         """Return a tensor's values at home: a copy, unless it may be kept as it is."""
-        return tensor if not self._pins and tensor.device == self.home else self.copy(tensor)
+        is_home = not self._pins and self.folder is None and tensor.device == self.home
+        return tensor if is_home else self.copy(tensor)
 
     def zeros(self, shape: Sequence[int]) -> Tensor:
-        """Return an fp32 tensor of zeros at home."""
+        """Return an fp32 tensor of zeros at home. Raises TrainingError if its file cannot be made."""
+        if self.folder is not None and prod(shape):
+            return _mapped(shape, self.folder)
         if not self._pins:
             return torch.zeros(shape, dtype=torch.float32, device=self.home)
         memory = np.zeros(shape, dtype=np.float32)
@@ -97,14 +106,64 @@ class Offload:
             piece.copy_(here)
 
 
-def can_offload(kind: str, spec: RunSpec) -> bool:
-    """Return whether a peer of this machine offloads from its devices, "cuda" or "cpu"."""
-    return kind == "cuda" and _needed(spec) <= SHARE * available()
+def home_of(kind: str, spec: RunSpec, *, fits: bool = True, room: int = 0) -> Home:
+    """Return where the tensors of a peer of this machine lie; `kind`: of its devices, "cuda" or "cpu".
+
+    Files are the last resort: they are slower, and each round writes `written_bytes`, which wears an SSD. `fits`:
+    training fits on the GPUs with the tensors on them. `room`: bytes of the disk that files may take.
+    """
+    if kind != "cuda":
+        return "device"
+    if _needed(spec) <= SHARE * available():
+        return "memory"
+    return "files" if not fits and _size(spec) <= room else "device"
+
+
+def written_bytes(spec: RunSpec) -> int:
+    """Return the bytes that a round writes to files: base and momentum once, anchor and feedback twice, 4 each time."""
+    return _size(spec) + 8 * spec.model.layout.numel
+
+
+def note_of(home: Home, spec: RunSpec) -> str:
+    """Return the note to the user about tensors that lie beside a GPU, but not in the machine's memory."""
+    size, needed = byte_size(_size(spec)), byte_size(_needed(spec) / SHARE)
+    if home == "device":
+        return (
+            f"the state between rounds stays on the GPU ({size}): elsewhere it would need {needed} of free memory in "
+            "this machine"
+        )
+    return (
+        f"the state between rounds lies in files ({size}), and each round writes about {byte_size(written_bytes(spec))}"
+        f" to the disk, which wears an SSD: add memory to this machine ({needed} must be free), or take a larger GPU; "
+        "a smaller --disk refuses files"
+    )
+
+
+def _size(spec: RunSpec) -> int:
+    return round_bytes(spec.model.layout, spec.outer)
 
 
 def _needed(spec: RunSpec) -> int:
-    layout = spec.model.layout
-    return round_bytes(layout, spec.outer) + SAVED_BYTES * layout.numel
+    return _size(spec) + SAVED_BYTES * spec.model.layout.numel
+
+
+def _mapped(shape: Sequence[int], folder: Path) -> Tensor:
+    """Return zeros in a file without a name: whatever ends this process, nothing of it stays.
+
+    All its space is reserved at once: a page that found the disk full later would end the process.
+    """
+    size = prod(shape)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, 4 * size)
+            path = f"/proc/self/fd/{file.fileno()}"
+            return torch.from_file(path, shared=True, size=size, dtype=torch.float32).view(*shape)
+    except (OSError, RuntimeError) as e:
+        raise TrainingError(
+            f"the state between rounds needs {4 * size / 1e6:,.0f} MB more in files of {folder}: {e}; free some of "
+            "that disk, or memory of this machine"
+        ) from None
 
 
 _refused = False

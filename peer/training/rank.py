@@ -46,7 +46,8 @@ def main() -> int:
         try:
             layers = LayerOptions("on" if a.recompute else "off", a.compile)
             base = None if a.base is None else Path(a.base)
-            worker = RankWorker(spec, group, Offload(device, a.offloads), a.piece, layers, report, base=base)
+            offload = Offload.to(a.home, device, folder)
+            worker = RankWorker(spec, group, offload, a.piece, layers, report, base=base)
             while True:
                 name, arguments = group.receive_command()
                 command = Command(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from peer.training.frozen_base import check_base, read_base
 from peer.training.inner_optimizer import InnerOptimizer
 from peer.training.layers import USUAL, LayerOptions, Report
 from peer.training.memory import memory_of
-from peer.training.offload import Offload
+from peer.training.offload import Offload, home_of
 from peer.training.outer_state import OuterState
 from peer.training.saved_state import SavedState
 from peer.training.state_writer import StateWriter
@@ -25,7 +26,7 @@ from protocol.codec import make_codec
 from protocol.ids import Digest
 from protocol.model import parameters_of
 from protocol.spec import RunSpec
-from protocol.state import checkpoint_chunks, state_digest, state_layout, tensors_from_checkpoint
+from protocol.state import checkpoint_chunks, state_digest, state_layout, tensors_in
 
 CLOSE_SECONDS = 5.0
 """Maximum time that a process which ends because of an error waits for its disk."""
@@ -54,12 +55,13 @@ class SingleProcessBackend(StateWriter):
         base: Path | None = None,
         exact: bool = False,
         eight_bit: bool = False,
+        offload: Offload | None = None,
     ):
         """Build the model. `yield_hook`, `layers`, `report`: as in `InnerOptimizer`.
 
         `background_hook`: called often by the thread that writes a state. `base`: the file of the frozen base, which is
-        zeros without one. `exact`: the model also runs in fp32. `eight_bit`: as in `InnerOptimizer`. Raises CairnError,
-        and OSError for the base.
+        zeros without one. `exact`: the model also runs in fp32. `eight_bit`: as in `InnerOptimizer`. `offload`: of what
+        is used once a round; None: memory comes before the device. Raises CairnError, and OSError for the base.
         """
         self.device = device
         model = build_run_model(spec.model, device=device, exact=exact)
@@ -72,7 +74,7 @@ class SingleProcessBackend(StateWriter):
         )  # fmt: skip
         codec = make_codec(spec.codec, spec.model.layout)
         self._state_layout = state_layout(spec.model.layout, spec.outer)
-        offload = Offload.choose(device, spec, report)
+        offload = offload or Offload(device, home_of(device.type, spec) == "memory")
         self.outer = OuterState(
             parameters_of(model), codec, spec.codec.beta, spec.outer, offload, replayable=spec.audit.replayable
         )
@@ -99,8 +101,9 @@ class SingleProcessBackend(StateWriter):
         """
         self.outer.drop_base()
         with open(checkpoint, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            state = tensors_from_checkpoint(self._state_layout, data)
-        self.outer.base = {name: self.outer.offload.place(tensor) for name, tensor in state.items()}
+            # One by one: the machine may not have the memory for all of them.
+            with closing(tensors_in(self._state_layout, data)) as state:
+                self.outer.base = {name: self.outer.offload.place(tensor) for name, tensor in state}
 
     def store_state(self, threads: int, checkpoint: Path | None) -> Digest:
         """Return the base's digest, computed by `threads` CPU threads. Write its checkpoint where a path is given.

@@ -24,6 +24,7 @@ from peer.training.exchange_point import ExchangePoint
 from peer.training.flops import flops_per_token, peak_flops
 from peer.training.gate import YieldGate
 from peer.training.layers import LayerOptions, Report, compiles, keep_compiled
+from peer.training.offload import Home, Offload, note_of
 from peer.training.parallel.parallel_dims import ParallelDims
 from peer.training.parallel.setup import resolve
 from peer.training.replayable_state import ReplayableState
@@ -37,6 +38,7 @@ from protocol.assignment import windows_of
 from protocol.ids import Digest, PeerKey
 from protocol.model import model_layout
 from protocol.spec import RunSpec, parse_spec
+from protocol.training_memory import round_bytes
 
 Lost = Callable[[str, bool], None]
 """Called by any thread when one of several ranks has ended, so training cannot continue.
@@ -55,7 +57,9 @@ class Trainer:
         zeros. Raises CairnError, OSError or torch.OutOfMemoryError.
         """
         self.spec: RunSpec = parse_spec(start.spec_path.read_bytes())
-        dims, kind, why = resolve(start.parallel, start.device, self.spec, start.gpu_memory)
+        dims, kind, why, self.home = resolve(
+            start.parallel, start.device, self.spec, start.gpu_memory, start.disk, eight_bit=start.moments == "8bit"
+        )
         if start.moments == "8bit" and (never := refusal(self.spec, dims.world)):
             raise TrainingError(never)
         model = build_run_model(self.spec.model, device="meta")
@@ -70,7 +74,9 @@ class Trainer:
         self.exchange = ExchangePoint()
         self.gate = YieldGate()
         times = TimeBreakdown(time.monotonic())
-        self.backend = _backend(self.spec, start, dims, kind, self.gate, times, report, lost)
+        if self.home != ("memory" if kind == "cuda" else "device"):
+            report("warning" if self.home == "files" else "info", "memory", note_of(self.home, self.spec))
+        self.backend = _backend(self.spec, start, dims, kind, self.home, self.gate, times, report, lost)
         if why:
             report("info", "parallel", why)
         if start.gpu_memory and kind == "cpu":
@@ -104,7 +110,8 @@ class Trainer:
     def ready(self) -> Ready:
         """Return the answer to Start."""
         layout = self.spec.model.layout
-        return Ready(self.backend.device_name, layout.numel, self.base.codec.size)
+        in_files = round_bytes(layout, self.spec.outer) if self.home == "files" else 0
+        return Ready(self.backend.device_name, layout.numel, self.base.codec.size, in_files)
 
     def swap_base(self, move: BaseMove) -> None:
         """Continue training from the base that `BaseState.advance` moved."""
@@ -131,8 +138,8 @@ class Trainer:
 
 
 def _backend(
-    spec: RunSpec, start: Start, dims: ParallelDims, kind: str, gate: YieldGate, times: TimeBreakdown,
-    report: Report, lost: Lost,
+    spec: RunSpec, start: Start, dims: ParallelDims, kind: str, home: Home, gate: YieldGate,
+    times: TimeBreakdown, report: Report, lost: Lost,
 ) -> TrainingBackend:  # fmt: skip
     layers = LayerOptions(start.recompute, compiles(start.compile, kind))
     if layers.compiled:
@@ -141,14 +148,15 @@ def _backend(
     if dims.world == 1:
         device = choose_device(start.device, start.threads, start.gpu_memory)
         return SingleProcessBackend(
-            spec, device, yield_hook, layers, report, gate.wait, base=start.base, eight_bit=start.moments == "8bit"
-        )
+            spec, device, yield_hook, layers, report, gate.wait, base=start.base, eight_bit=start.moments == "8bit",
+            offload=Offload.to(home, device, start.state_folder),
+        )  # fmt: skip
     from peer.training.parallel.distributed_backend import DistributedBackend  # torch.distributed: only where needed
     from peer.training.parallel.micro_batch import MicroBatchStore
 
     profiles = MicroBatchStore(start.state_folder, str(dims), device_name(torch.device(kind)), start.gpu_memory)
     return DistributedBackend(
-        spec, start.spec_path, dims, kind, start.threads, gpu_memory=start.gpu_memory, yield_hook=yield_hook,
+        spec, start.spec_path, dims, kind, start.threads, gpu_memory=start.gpu_memory, home=home, yield_hook=yield_hook,
         background_hook=gate.wait, lost=lost, profiles=profiles, folder=start.state_folder / "ranks", layers=layers,
         report=report, base=start.base,
     )  # fmt: skip

@@ -18,7 +18,7 @@ from peer.channel import MomentForm, Start
 from peer.doctor.measurements import Device, Sample
 from peer.training.device import choose_device, device_name
 from peer.training.memory import available, memory_of
-from peer.training.offload import can_offload
+from peer.training.offload import Home, written_bytes
 from peer.training.parallel import parallel_dims
 from peer.training.parallel.parallel_dims import ParallelDims
 from peer.training.parallel.plans import limits
@@ -33,14 +33,14 @@ STEPS = 3
 
 
 def look(
-    spec: RunSpec, name: str, kind: str, dims: ParallelDims, gpu_memory: int = 0, moments: MomentForm = "fp32"
-) -> Device:
+    spec: RunSpec, name: str, kind: str, dims: ParallelDims, gpu_memory: int = 0, moments: MomentForm = "fp32",
+    home: Home = "device",
+) -> Device:  # fmt: skip
     """Return the device that the trainer would use; `gpu_memory` as in `choose_device`. Raises TrainingError."""
     device = choose_device(name if dims.world == 1 else kind, 1)
     layout = spec.model.layout
     largest = max(tensor.numel for tensor in layout.tensors) if dims.world > 1 else 0
-    offloads = can_offload(device.type, spec)
-    allowed = limits(spec, device.type, offloads=offloads, eight_bit=moments == "8bit")
+    allowed = limits(spec, device.type, offloads=home != "device", eight_bit=moments == "8bit")
     driver, gpus = _smi()
     if device.type == "cuda":
         # All of them: training is as fast as the slowest, and fits if it fits on the fullest.
@@ -55,7 +55,8 @@ def look(
         layout=str(dims),
         ranks=dims.world,
         needed=parallel_dims.memory(dims, allowed, largest),
-        offloaded=round_bytes(layout, spec.outer) if offloads else 0,
+        offloaded=round_bytes(layout, spec.outer) if home != "device" else 0,
+        written=written_bytes(spec) if home == "files" else 0,
         free=free,
         whole=whole,
         limit=gpu_memory if device.type == "cuda" else 0,
@@ -78,14 +79,15 @@ def _smi() -> tuple[str, tuple[str, ...]]:
 
 
 def build(
-    spec_path: Path, device: str, dims: ParallelDims, threads: int, gpu_memory: int = 0, moments: MomentForm = "fp32"
-) -> Trainer:
+    spec_path: Path, device: str, dims: ParallelDims, threads: int, gpu_memory: int = 0, moments: MomentForm = "fp32",
+    disk: int = 0,
+) -> Trainer:  # fmt: skip
     """Return a trainer of the run, in a folder beside the spec's file. Raises TrainingError."""
     folder = spec_path.resolve().parent / "trial"
     me = PeerKey(secrets.token_bytes(32))
     start = Start(
         spec_path, me, folder, device, threads, shards={}, parallel=str(dims), compile="off",
-        gpu_memory=gpu_memory, moments=moments,
+        gpu_memory=gpu_memory, moments=moments, disk=disk,
     )  # fmt: skip
     return Trainer(start, lambda level, kind, text: None, trial=True)
 

@@ -197,7 +197,7 @@ def rank(me: int, world: int, folder: Path) -> None:
         codec, outer = begin(name)
         assert _codec is not None
         # Offloaded or not: the one process beside is not.
-        offload = Offload(CPU, enabled=True)
+        offload = Offload(CPU, enabled=True, folder=folder)
         share = ShardedOuterState(built, group, _codec, BETA, outer, TINY_LLAMA["num_hidden_layers"], offload)
         share.load(folder / f"genesis-{name}")
         share.rebase()

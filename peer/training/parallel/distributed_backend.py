@@ -29,7 +29,7 @@ from peer.training.frozen_base import check_base
 from peer.training.inner_optimizer import StepResult
 from peer.training.layers import USUAL, LayerOptions, Report
 from peer.training.memory import memory_of
-from peer.training.offload import Offload
+from peer.training.offload import Home, Offload
 from peer.training.parallel.group import SECONDS, RankGroup
 from peer.training.parallel.micro_batch import MicroBatchProfile, MicroBatchStore
 from peer.training.parallel.parallel_dims import ParallelDims
@@ -60,6 +60,7 @@ class DistributedBackend:
         threads: int,
         *,
         gpu_memory: int = 0,
+        home: Home = "device",
         yield_hook: Callable[[], None],
         background_hook: Callable[[], None] = lambda: None,
         lost: Callable[[str, bool], None],
@@ -76,8 +77,8 @@ class DistributedBackend:
         `profiles`: the micro-batches that fit. `folder`: of these ranks alone, emptied first; they meet there.
         `layers`, `report`: as in `InnerOptimizer`. `yield_hook` is called often by the thread that trains,
         `background_hook` by the one that writes a state. `seconds`: deadline of a collective. `gpu_memory`: as in
-        `choose_device`, on each rank's GPU. `base`: the file of the frozen base, which is zeros without one. Raises
-        MalformedError or OSError for it.
+        `choose_device`, on each rank's GPU. `home`: of what is used once a round. `base`: the file of the frozen base,
+        which is zeros without one. Raises MalformedError or OSError for it.
         """
         if base is not None and spec.model.adapter is not None:
             check_base(spec.model.adapter, base)  # for all ranks, before any of them could wait for this one
@@ -103,8 +104,7 @@ class DistributedBackend:
         self.device = choose_device(
             "cuda:0" if kind == "cuda" else "cpu", max(1, threads // dims.world), gpu_memory
         )  # fmt: skip
-        # Decided once: the ranks' own memory would change the answer.
-        self._offload = Offload.choose(self.device, spec, report)
+        self._home: Home = home
         self.ranks = [
             self._start(rank, spec_path, kind, max(1, threads // dims.world), profile, layers.compiled, seconds)
             for rank in range(1, dims.world)
@@ -115,8 +115,9 @@ class DistributedBackend:
             self.group = RankGroup.join(dims, 0, self._folder / "meet", self.device, seconds, self._ended_rank)
             self._meeting = False
             self.worker = RankWorker(
-                spec, self.group, self._offload, profile.windows, layers, report, background_hook, base=base
-            )
+                spec, self.group, Offload.to(home, self.device, folder), profile.windows, layers, report,
+                background_hook, base=base,
+            )  # fmt: skip
             self._worker = self.worker
         except (RuntimeError, TrainingError) as e:
             why = self._ended_rank()
@@ -141,7 +142,7 @@ class DistributedBackend:
             "rank": rank, "threads": threads, "parent": os.getpid(), "piece": profile.windows, "spec": str(spec),
             "recompute": profile.recompute, "compile": compiled, "folder": str(self._folder),
             "parallel": str(self.dims), "device": f"cuda:{rank}" if kind == "cuda" else "cpu", "seconds": seconds,
-            "gpu_memory": self._gpu_memory, "offloads": self._offload.enabled,
+            "gpu_memory": self._gpu_memory, "home": self._home,
             "base": None if self._base is None else str(self._base),
         }  # fmt: skip
         command = [sys.executable, "-m", "peer.training.rank", json.dumps(options)]

@@ -93,10 +93,9 @@ class ShardedOuterState(OuterOperations):
         """Read the base from a checked checkpoint; `rebase` is then due. Raises OSError."""
         self.base = None
         with self.group.together():
-            found = self.state_file.read(path, self.group.rank, self.offload.home)
+            base = self.state_file.read(path, self.group.rank, self.offload.place)
             if self.spec.clip == "median":  # every rank clips by it, and computes the same next one
-                found[REFERENCE_NORMS] = self.state_file.read_tensor(path, REFERENCE_NORMS, self.offload.home)
-            base = {name: self.offload.place(tensor) for name, tensor in found.items()}
+                base[REFERENCE_NORMS] = self.state_file.read_tensor(path, REFERENCE_NORMS, self.offload.place)
         self.base = base
 
     def store(self, path: Path | None) -> Digest | None:

@@ -129,16 +129,19 @@ class ShardedFile:
 
     # -- reading -----------------------------------------------------------------------------------------------
 
-    def read(self, path: Path, rank: int, device: torch.device) -> dict[str, Tensor]:
-        """Return a rank's slices of a file that was checked, by name: 1-d fp32, fresh. Raises OSError."""
-        return self._read(path, self.parts[rank], device)
+    def read(self, path: Path, rank: int, place: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """Return a rank's slices of a file that was checked, by name: 1-d fp32, each as `place` returns it.
 
-    def read_tensor(self, path: Path, name: str, device: torch.device) -> Tensor:
-        """Return one whole tensor of a file that was checked: 1-d fp32, fresh. Raises OSError."""
+        Raises OSError.
+        """
+        return self._read(path, self.parts[rank], place)
+
+    def read_tensor(self, path: Path, name: str, place: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return one whole tensor of a file that was checked in the same way. Raises OSError."""
         index = next(i for i, t in enumerate(self.layout.tensors) if t.name == name)
-        return self._read(path, [TensorSlice(index, 0, self.layout.tensors[index].numel)], device)[name]
+        return self._read(path, [TensorSlice(index, 0, self.layout.tensors[index].numel)], place)[name]
 
-    def _read(self, path: Path, parts: Sequence[TensorSlice], device: torch.device) -> dict[str, Tensor]:
+    def _read(self, path: Path, parts: Sequence[TensorSlice], place: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         with open(path, "rb") as file:
             for part in parts:
@@ -146,5 +149,5 @@ class ShardedFile:
                 file.seek(self._starts[part.index] + 4 * part.start)
                 if file.readinto(tensor.numpy().data.cast("B")) != 4 * part.numel:
                     raise OSError(f"{path} is cut off")
-                found[self.layout.tensors[part.index].name] = tensor.to(device)
+                found[self.layout.tensors[part.index].name] = place(tensor)
         return found

@@ -12,12 +12,13 @@ import pytest
 from peer.coordinator_client import LastState, PeerStatus, RunInfo, SwarmStatus
 from peer.doctor import links, pace
 from peer.doctor.clock import clock_finding
-from peer.doctor.device import device_finding, fits, memory_finding
-from peer.doctor.disk import disk_finding
+from peer.doctor.device import device_finding, files_finding, fits, memory_finding
+from peer.doctor.disk import disk_finding, files_room, state_bytes
 from peer.doctor.findings import DoctorFinding, verdict_of
 from peer.doctor.measurements import Device, DownloadProbe, PresentSwarm, Sample, Trial, step_seconds
 from peer.doctor.probes import dial, disk_space
 from peer.errors import PeerError
+from peer.fetched_data import data_bytes
 from protocol.ids import Digest
 from protocol.spec import RunSpec
 from tests.support.node_world import address_of
@@ -85,6 +86,18 @@ def test_the_disk_needs_no_room_for_data_that_is_read_at_an_address(tmp_path: Pa
     says(disk_finding(spec, tmp_path, limit=GB, used=0, free=GB, private_data=True), "ok", "1.0 kB of data")
 
 
+def test_files_of_the_trainer_have_half_of_what_data_and_checkpoints_leave():
+    data, states = data_bytes(SPEC, private_data=False), (SPEC.checkpoint.keep + 2) * state_bytes(SPEC)
+    held = data + states
+
+    def room(limit: int, used: int, free: int) -> int:
+        return files_room(SPEC, limit=limit, used=used, free=free, private_data=False)
+
+    assert room(held + 2 * GB, 0, 100 * GB) == room(held + 2 * GB, held + GB, GB) == GB
+    assert room(held + 20 * GB, 0, held + GB) == room(held + 20 * GB, 2 * held, GB) == GB
+    assert room(held - 1, 0, GB) == room(GB, 0, held) == 0
+
+
 def test_the_device():
     says(device_finding(Trial(GPU)), "ok", "NVIDIA RTX 4090", "driver 570.1", "CUDA 12.8")
     says(device_finding(Trial(CPU)), "ok", "2 x CPU x86_64, laid out as fsdp=2")
@@ -100,8 +113,16 @@ def test_the_memory_before_a_step():
     says(memory_finding(Trial(replace(GPU, free=9 * GB)), BASE), "no", "stop other programs")
     says(memory_finding(Trial(replace(GPU, needed=25 * GB)), BASE), "no", "--parallel")
     says(memory_finding(Trial(replace(CPU, needed=5 * GB)), BASE), "no", "10.0 GB", "this machine's 8.0 GB")
+    says(memory_finding(Trial(replace(GPU, offloaded=GB)), BASE), "ok", "1.0 GB more lie in the machine's memory")
+    says(memory_finding(Trial(replace(GPU, offloaded=GB, written=1)), BASE), "ok", "1.0 GB more lie in files")
     assert memory_finding(Trial(), BASE) is None
     assert fits(GPU) and not fits(replace(GPU, free=9 * GB)) and not fits(replace(CPU, needed=4 * GB))
+
+
+def test_what_each_round_writes_to_files_is_told_before_joining():
+    worn = Trial(replace(GPU, offloaded=32 * GB, written=40 * GB))
+    says(files_finding(worn), "warning", "about 40.0 GB", "wears an SSD", "32.0 GB", "add memory", "larger", "--disk")
+    assert files_finding(Trial(replace(GPU, offloaded=32 * GB))) is None and files_finding(Trial()) is None
 
 
 def test_the_memory_of_a_step_is_what_it_used_and_the_state_that_a_trial_does_not_hold():

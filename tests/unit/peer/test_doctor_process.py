@@ -37,13 +37,13 @@ async def test_a_trial_that_ends_well(tmp_path: Path, monkeypatch: pytest.Monkey
     assert said == ["looking at the device", "building the model on CPU", "training on random tokens, for up to 60 s"]
 
 
-async def test_the_process_is_told_of_the_limit_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_the_process_is_told_of_the_limits_of_a_gpu_and_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     program = tmp_path / "program"
     program.write_text("""#!/bin/sh\necho "{\\"refused\\": \\"$*\\"}"; exit 1\n""")
     program.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(program))
-    trial = await try_device(tmp_path / "spec.json", "cuda", "auto", 1, gpu_memory=6 * 10**9, moments="8bit")
-    assert "--gpu-memory 6000000000 --moments 8bit" in trial.refused
+    trial = await try_device(tmp_path / "spec.json", "cuda", "auto", 1, gpu_memory=6 * 10**9, moments="8bit", disk=7)
+    assert "--gpu-memory 6000000000 --moments 8bit --disk 7" in trial.refused
 
 
 async def test_a_step_that_does_not_end_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -14,11 +14,13 @@ from peer.doctor.device import fits, memory_finding
 from peer.doctor.measurements import Device, Sample, Trial
 from peer.errors import TrainingError
 from peer.node.options import NodeOptions
-from peer.training import trial
+from peer.training import offload, trial
 from peer.training.device import choose_device, out_of_memory
+from peer.training.offload import Home, written_bytes
 from peer.training.parallel import setup
 from peer.training.parallel.micro_batch import MicroBatchProfile, MicroBatchStore
 from peer.training.parallel.parallel_dims import ParallelDims
+from protocol.training_memory import round_bytes
 from tests.support.local_trainer import born, closed, world  # noqa: F401 - fixtures
 from tests.support.specs import tiny_spec
 
@@ -102,6 +104,39 @@ def test_the_layout_is_chosen_by_the_limit(gpus):
     assert setup.resolve("auto", "auto", spec, 500_000)[0] == ParallelDims(fsdp=2)
     with pytest.raises(TrainingError, match="use more GPUs, or larger ones, or allow more with --gpu-memory"):
         setup.resolve("auto", "auto", spec, 300_000)
+
+
+def test_the_state_between_rounds_lies_in_files_only_if_it_fits_nowhere_else(gpus, monkeypatch):
+    spec = tiny_spec()
+    size = round_bytes(spec.model.layout, spec.outer)
+
+    def found(parallel: str, limit: int, disk: int = size, device: str = "auto", *, eight_bit: bool = False):
+        dims, _, _, home = setup.resolve(parallel, device, spec, limit, disk, eight_bit=eight_bit)
+        return f"{dims} {home}"
+
+    assert found("auto", 500_000) == "fsdp=2 memory"
+    monkeypatch.setattr(offload, "available", lambda: 0)
+    assert found("auto", 0) == "dp=2 device"
+    # More GPUs share the state before files take it, though the model alone would fit whole.
+    assert [found("auto", n) for n in (780_000, 540_000, 520_000)] == ["dp=2 device", "fsdp=2 device", "fsdp=2 files"]
+    with pytest.raises(TrainingError, match="is the least that 28,832 parameters need"):
+        found("auto", 520_000, size - 1)
+    assert [found("dp=1", n) for n in (920_000, 900_000)] == ["dp=1 device", "dp=1 files"]
+    assert found("dp=1", 900_000, eight_bit=True) == found("dp=1", 900_000, size - 1) == "dp=1 device"
+    assert found("fsdp=2", 540_000) == "fsdp=2 device" and found("fsdp=2", 520_000) == "fsdp=2 files"
+    small = lambda n: type("", (), {"total_memory": (WHOLE, 900_000)[n]})  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "get_device_properties", small)
+    for device, home in (("cuda", "device"), ("cuda:0", "device"), ("cuda:1", "files"), ("cuda:2", "files")):
+        assert found("dp=1", 0, device=device) == f"dp=1 {home}"
+
+
+def test_the_doctor_counts_files_as_the_trainer_does(gpus):
+    spec = tiny_spec()
+    size = round_bytes(spec.model.layout, spec.outer)
+    device, memory, files = (trial.look(spec, "auto", "cuda", ParallelDims(), home=h) for h in get_args(Home))
+    assert device.needed - size == memory.needed == files.needed
+    assert (device.offloaded, memory.offloaded, files.offloaded) == (0, size, size)
+    assert (device.written, memory.written, files.written) == (0, 0, written_bytes(spec))
 
 
 def test_the_doctor_looks_at_what_is_free_and_the_limit(gpus):

@@ -264,3 +264,11 @@ async def test_shards_come_from_the_swarm_if_no_address_may_be_used(store, tmp_p
     assert asked[1:] == ([s.name for s in spec.data.train] if fetched else [])
     start = start_message(spec, store, Identity(bytes(32)).key, NodeOptions(tmp_path, private_data=private))
     assert start.private_data == private
+
+
+def test_a_trainer_may_have_files_within_the_limit_of_the_disk(tmp_path):
+    found = []
+    for limit in (10**6, 10**9):
+        with Store(tmp_path / str(limit), limit) as store:
+            found.append(start_message(SPEC, store, Identity(bytes(32)).key, NodeOptions(tmp_path)).disk)
+    assert found[0] == 0 < found[1] < 5 * 10**8

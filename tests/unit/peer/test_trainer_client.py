@@ -17,7 +17,7 @@ from peer.node.options import NodeOptions
 from peer.node.rest import RestWish
 from peer.node.tasks import Tasks
 from peer.node.trainer_client import TrainerClient
-from peer.store import StoreFull
+from peer.store import Store, StoreFull
 from peer.swarm.pace import Pace
 from protocol.ids import Digest, Round
 from protocol.rounds import events
@@ -136,6 +136,14 @@ async def test_windows_trained_while_an_update_was_stored_are_not_lost(make, tmp
     store.slow.set()
     await until(lambda: any(isinstance(e, events.UpdateReady) for e in posted), "the update is posted")
     assert posted[-1] == events.TrainingProgress(20, 1.0, 1.0)
+
+
+async def test_a_trainer_s_files_count_as_used(make, tmp_path: Path):
+    with Store(tmp_path / "store", 10**9) as store:
+        for size in (10**8, 0):
+            client = await make(store, lambda event: None, channel.Ready("cpu", 1, 1, disk=size))
+            await ended(client.send(channel.Stop()))
+            assert store.used_bytes == size and store.free_bytes == 10**9 - size
 
 
 async def test_training_data_from_addresses_counts_as_what_this_peer_gets(make, tmp_path: Path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from protocol.layout import Layout
 from protocol.outer import Contribution
 from protocol.spec import CodecSpec, OuterSpec
 from protocol.state import state_digest, state_layout
+from tests.support.mapped import is_in_a_file_of
 
 LAYOUT = Layout.of({"a.weight": (96, 100), "b.bias": (70,), "c.weight": (3, 4096)})
 KEYS = [PeerKey(sha256(bytes([n]))) for n in range(4)]
@@ -32,11 +35,16 @@ def noise(seed: int, scale: float = 0.01) -> dict[str, Tensor]:
     return {t.name: torch.randn(t.shape, generator=made) * scale for t in LAYOUT.tensors}
 
 
-@pytest.fixture(params=[False, True], ids=["beside", "offloaded"], autouse=True)
-def offloaded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=[0, 1, 2], ids=["beside", "offloaded", "in files"], autouse=True)
+def offloaded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Keep what is used once a round beside the model, or elsewhere, from where it visits in several pieces."""
-    monkeypatch.setattr("tests.unit.peer.test_trainer_outer.OFFLOAD", Offload(torch.device("cpu"), request.param))
+    monkeypatch.setattr("tests.unit.peer.test_trainer_outer.OFFLOAD", homes(tmp_path)[request.param])
     monkeypatch.setattr("peer.training.offload.PIECE", 4096)
+
+
+def homes(folder: Path) -> list[Offload]:
+    cpu = torch.device("cpu")
+    return [Offload(cpu), Offload(cpu, True), Offload(cpu, True, folder)]
 
 
 OFFLOAD = Offload(torch.device("cpu"))
@@ -63,7 +71,7 @@ def side(
 
 
 def load(peer: OuterState, state: dict[str, Tensor]) -> None:
-    peer.base = state
+    peer.base = {name: peer.offload.place(tensor) for name, tensor in state.items()}
     peer.rebase()
 
 
@@ -257,36 +265,37 @@ def test_what_is_not_finite_is_never_announced():
 
 
 @pytest.mark.parametrize("spec", CODECS, ids=lambda s: f"{s.kind}-{s.k}")
-def test_where_tensors_lie_changes_no_bit(spec):
+def test_where_tensors_lie_changes_no_bit(spec, tmp_path):
     outer = OuterSpec(optimizer="nesterov", lr=0.7)
-    beside, away = (
-        side(spec, beta=0.5, outer=outer, offload=Offload(torch.device("cpu"), enabled)) for enabled in (False, True)
-    )
+    beside, *others = peers = [side(spec, beta=0.5, outer=outer, offload=home) for home in homes(tmp_path)]
+    assert others[1].base is not None
+    for held in (others[1].base, others[1].anchor, others[1].feedback):
+        assert all(is_in_a_file_of(tmp_path, tensor) for tensor in held.values())
     for r in range(3):
         blobs = []
-        for peer in (beside, away):
+        for peer in peers:
             learn(peer, noise(r))
             blobs.append(peer.announce())
             learn(peer, noise(100 + r))
             peer.add_back(blobs[0])
             peer.subtract(blobs[0], 0.5)
             apply(peer, [Contribution(KEYS[0], 1, blobs[0]), Contribution(KEYS[1], 3, blobs[-1])])
-        assert blobs[0] == blobs[1] and digest(beside) == digest(away)
-        for name, tensor in beside.local.items():
-            assert torch.equal(tensor, away.local[name]) and torch.equal(beside.feedback[name], away.feedback[name])
-            assert torch.equal(dict(beside.progress())[name], dict(away.progress())[name])
+        assert len(set(blobs)) == len({digest(peer) for peer in peers}) == 1
+        for away in others:
+            for name, tensor in beside.local.items():
+                assert torch.equal(tensor, away.local[name]) and torch.equal(beside.feedback[name], away.feedback[name])
+                assert torch.equal(dict(beside.progress())[name], dict(away.progress())[name])
 
 
-def test_where_tensors_lie_changes_no_bit_of_a_replayable_update():
+def test_where_tensors_lie_changes_no_bit_of_a_replayable_update(tmp_path):
     spec = CodecSpec(kind="sign", beta=0)
-    beside, away = (
-        side(spec, beta=0, offload=Offload(torch.device("cpu"), enabled), replayable=True) for enabled in (False, True)
-    )
-    for peer in (beside, away):
+    beside, *others = peers = [side(spec, beta=0, offload=home, replayable=True) for home in homes(tmp_path)]
+    for peer in peers:
         learn(peer, noise(1))
-    blob = beside.announce()
-    assert away.announce() == blob
+    (blob,) = {peer.announce() for peer in peers}
     for own in (blob, None):
-        for peer in (beside, away):
+        for peer in peers:
             peer.begin_again(own)
-        assert all(torch.equal(t, away.local[n]) and torch.equal(t, away.anchor[n]) for n, t in beside.local.items())
+        for away in others:
+            for n, t in beside.local.items():
+                assert torch.equal(t, away.local[n]) and torch.equal(t, away.anchor[n])
