@@ -39,6 +39,7 @@ from protocol.errors import CairnError
 from protocol.ids import RunId
 from protocol.invite import Invite
 from protocol.spec import RunSpec
+from protocol.training_memory import round_bytes
 from protocol.version import PROTOCOL
 
 LEAST_DOWNLOAD = 10**6
@@ -107,8 +108,9 @@ async def examine(machine: Examined, via: Sequence[str], progress: Progress = la
         _disk(machine, space, spec),
     ]  # fmt: skip
     room = files_room(spec, limit=machine.disk, used=space.used, free=space.free, private_data=machine.private_data)
-    # On the disk of --home, where the trainer may have files: they would fill a /tmp that lies in memory.
-    with tempfile.TemporaryDirectory(prefix="cairn-doctor-", dir=space.folder if space.is_writable else None) as folder:
+    # On the disk of --home if the trainer's files have room there: they would fill a /tmp that lies in memory.
+    parent = space.folder if room >= round_bytes(spec.model.layout, spec.outer) else None
+    with tempfile.TemporaryDirectory(prefix="cairn-doctor-", dir=parent) as folder:
         file = Path(folder) / "spec.json"
         file.write_bytes(spec.canonical())
         options = NodeOptions(
@@ -116,9 +118,8 @@ async def examine(machine: Examined, via: Sequence[str], progress: Progress = la
         )
         share = options.gpu_share(replayable=spec.audit.replayable)
         trial = await try_device(
-            file, machine.device, machine.parallel, os.cpu_count() or 1, progress, share, machine.moments,
-            room if space.is_writable else 0,
-        )  # fmt: skip
+            file, machine.device, machine.parallel, os.cpu_count() or 1, progress, share, machine.moments, room
+        )
     swarm = links.swarm_of(status)
     speed = pace.pace_of(spec, swarm, trial)
     first = data_bytes(spec, private_data=machine.private_data) + state_bytes(spec)
@@ -126,10 +127,8 @@ async def examine(machine: Examined, via: Sequence[str], progress: Progress = la
     figures = {"members": float(swarm.members), "first_bytes_in": float(first), "exchange_mbits": traffic.mbits}
     figures |= {"bytes_in_an_hour": traffic.in_an_hour, "bytes_out_an_hour": traffic.out_an_hour}
     findings.append(device_finding(trial))
-    memory = memory_finding(trial, state_bytes(spec))
-    for finding in (memory, files_finding(trial), pace.step_finding(spec, trial, speed)):
-        if finding is not None:
-            findings.append(finding)
+    judged = memory_finding(trial, state_bytes(spec)), files_finding(trial), pace.step_finding(spec, trial, speed)
+    findings += filter(None, judged)
     findings += [pace.traffic_finding(traffic), pace.link_finding(traffic, download)]
     if download is not None:
         figures["download_mbits"] = download.mbits

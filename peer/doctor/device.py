@@ -39,7 +39,7 @@ def memory_finding(trial: Trial, base: int) -> DoctorFinding | None:
     if device.limit:
         has += f", and --gpu-memory lets training take {byte_size(device.limit)}"
     if device.offloaded:
-        place = "in files on the disk" if device.written else "in the machine's memory"
+        place = "in files on the disk" if device.note else "in the machine's memory"
         has += f"; {byte_size(device.offloaded)} more lie {place}"
     found = f"training needs {byte_size(needed)} and room for a window ({device.layout}); {has}"
     if needed > device.whole:
@@ -68,13 +68,9 @@ def memory_finding(trial: Trial, base: int) -> DoctorFinding | None:
 def files_finding(trial: Trial) -> DoctorFinding | None:
     """Tell of what each round writes to the disk; None if that is nothing."""
     device = trial.device
-    if device is None or not device.written:
+    if device is None or not device.note:
         return None
-    found = (
-        f"each round writes about {byte_size(device.written)} to files, which wears an SSD: neither this machine's "
-        f"memory nor the GPU has room for {byte_size(device.offloaded)} of the state between rounds"
-    )
-    remedy = "add memory to this machine, or take a larger GPU; a smaller --disk refuses files"
+    found, _, remedy = device.note.partition(": ")
     return DoctorFinding("disk", "warning", found, remedy)
 
 
@@ -85,8 +81,11 @@ def fits(device: Device) -> bool:
 
 
 def _larger(device: Device) -> str:
+    # As in `resolve`: a state that fits on the GPUs goes into no files.
+    is_full = not device.offloaded and device.needed > USABLE * min(device.whole, device.limit or device.whole)
+    files = ", or a larger --disk" if is_full else ""
     if device.usable < device.free:
-        return "allow more with --gpu-memory, or use more GPUs (--parallel)"
+        return f"allow more with --gpu-memory, or use more GPUs (--parallel){files}"
     if device.kind == "cuda":
-        return "take a GPU with more memory, or more of them (--parallel)"
+        return f"take a GPU with more memory, or more of them (--parallel){files}"
     return "take a machine with more memory, or a GPU"

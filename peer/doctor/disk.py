@@ -24,7 +24,7 @@ def files_room(spec: RunSpec, *, limit: int, used: int, free: int, private_data:
     updates.
     """
     held = data_bytes(spec, private_data=private_data) + (spec.checkpoint.keep + 2) * state_bytes(spec)
-    return max(0, min((limit - held) // 2, free - max(0, held - used)))
+    return max(0, min((limit - held) // 2, limit - used, free - max(0, held - used)))
 
 
 def disk_finding(spec: RunSpec, folder: Path, *, limit: int, used: int, free: int, private_data: bool) -> DoctorFinding:

@@ -13,8 +13,8 @@ class Device:
 
     Bytes of one of them: `needed` for the state of the training, without activations; `free` now; `whole`; `limit`, the
     most that training may take of a GPU (0: all). `offloaded`: bytes of the state between rounds, of
-    all ranks, that lie in the machine's memory; or in files, if a round writes any: `written` bytes. The ranks of a CPU
-    share its memory. `unused` are GPUs that nvidia-smi lists and this torch does not see.
+    all ranks, that lie in the machine's memory; or in files, of which `note` then warns. The ranks of a CPU share its
+    memory. `unused` are GPUs that nvidia-smi lists and this torch does not see.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Device:
     unused: tuple[str, ...] = ()
     limit: int = 0
     offloaded: int = 0
-    written: int = 0
+    note: str = ""
 
     @property
     def usable(self) -> int:

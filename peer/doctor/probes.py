@@ -23,7 +23,7 @@ DIALLED = 8
 
 @dataclass(frozen=True, slots=True)
 class DiskSpace:
-    """`folder` is the nearest one that exists, `used` are the bytes of a store that is there already."""
+    """`folder` is the nearest one that exists, `used`: bytes of a store there; `free`: 0 unless writable."""
 
     folder: Path
     is_writable: bool
@@ -38,7 +38,7 @@ def disk_space(store: Path) -> DiskSpace:
         files = (file for part in ("blobs", "partial") for file in (store / part).rglob("*"))
         used = sum(file.stat().st_size for file in files if file.is_file())
         writable = folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
-        return DiskSpace(folder, writable, used, shutil.disk_usage(folder).free)
+        return DiskSpace(folder, writable, used, shutil.disk_usage(folder).free if writable else 0)
 
 
 async def dial(addresses: Sequence[str]) -> dict[str, bool]:

@@ -6,7 +6,6 @@ no longer count. So the epoch of the saved state, the number of rollbacks that i
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from peer.channel import Start
@@ -57,8 +56,7 @@ async def _fetch(what: str, blob: BlobRef, store: Store, network: Network) -> No
 
 def start_message(spec: RunSpec, store: Store, key: PeerKey, options: NodeOptions) -> Start:
     """Return the trainer's first message; the spec is written to a file for it. Raises StoreError."""
-    with disk(f"reading the size of the disk of {store.folder}"):
-        free = shutil.disk_usage(store.folder).free
+    limit, used, free = store.limit_bytes, store.used_bytes, store.free_bytes
     return Start(
         spec_path=write_spec(spec, options.folder),
         identity_key=key,
@@ -73,9 +71,7 @@ def start_message(spec: RunSpec, store: Store, key: PeerKey, options: NodeOption
         private_data=options.private_data,
         shards=data_shards(spec, store),
         base=base_file(spec, store),
-        disk=files_room(
-            spec, limit=store.limit_bytes, used=store.used_bytes, free=free, private_data=options.private_data
-        ),
+        disk=files_room(spec, limit=limit, used=used, free=free, private_data=options.private_data),
     )
 
 

@@ -1,7 +1,7 @@
 """The memory of what is touched once a round: base, outer momentum, anchor and error feedback.
 
 Beside a GPU these lie in the machine's memory, pinned, and visit the GPU in pieces. So the GPU holds weights, gradients
-and moments. In a machine with too little memory they stay on the GPU. If it has no room for them, they lie in mapped
+and moments. In a machine with too little memory they stay on the GPU. If neither has room for them, they lie in mapped
 files, whose pages the system writes out. On a CPU they lie beside the model. The arithmetic is the same, on the same
 device, so no bit depends on it.
 """
@@ -32,7 +32,7 @@ PIECE = 1 << 24
 """Elements of a tensor that visit the device at once: 64 MiB of fp32."""
 
 SHARE = 0.7
-"""Share of the machine's available memory that the offloaded tensors may take, with the copies that are saved."""
+"""Share of the machine's available memory that the offloaded tensors may take: in `home_of`, with a copy or without."""
 
 SAVED_BYTES = 16
 """Bytes of a parameter in the copy of what is saved: feedback, progress and two moments."""
@@ -110,11 +110,12 @@ def home_of(kind: str, spec: RunSpec, *, fits: bool = True, room: int = 0) -> Ho
     """Return where the tensors of a peer of this machine lie; `kind`: of its devices, "cuda" or "cpu".
 
     Files are the last resort: they are slower, and each round writes `written_bytes`, which wears an SSD. `fits`:
-    training fits on the GPUs with the tensors on them. `room`: bytes of the disk that files may take.
+    training fits on the GPUs with the tensors on them; if not, memory need not hold the copy to save, without which
+    training waits while it is saved. `room`: bytes of the disk that files may take.
     """
     if kind != "cuda":
         return "device"
-    if _needed(spec) <= SHARE * available():
+    if (_needed(spec) if fits else _size(spec)) <= SHARE * available():
         return "memory"
     return "files" if not fits and _size(spec) <= room else "device"
 
@@ -126,16 +127,17 @@ def written_bytes(spec: RunSpec) -> int:
 
 def note_of(home: Home, spec: RunSpec) -> str:
     """Return the note to the user about tensors that lie beside a GPU, but not in the machine's memory."""
-    size, needed = byte_size(_size(spec)), byte_size(_needed(spec) / SHARE)
+    size, needed = byte_size(_size(spec)), byte_size(_size(spec) / SHARE)
     if home == "device":
         return (
-            f"the state between rounds stays on the GPU ({size}): elsewhere it would need {needed} of free memory in "
-            "this machine"
+            f"the state between rounds stays on the GPU ({size}): elsewhere it would need "
+            f"{byte_size(_needed(spec) / SHARE)} of free memory in this machine ({needed}, or a larger --disk, if the "
+            "GPU is too small)"
         )
     return (
         f"the state between rounds lies in files ({size}), and each round writes about {byte_size(written_bytes(spec))}"
-        f" to the disk, which wears an SSD: add memory to this machine ({needed} must be free), or take a larger GPU; "
-        "a smaller --disk refuses files"
+        " to the disk, which wears an SSD, and training waits meanwhile: add memory to this machine "
+        f"({needed} must be free), or take a larger GPU; a smaller --disk refuses files"
     )
 
 
@@ -150,19 +152,19 @@ def _needed(spec: RunSpec) -> int:
 def _mapped(shape: Sequence[int], folder: Path) -> Tensor:
     """Return zeros in a file without a name: whatever ends this process, nothing of it stays.
 
-    All its space is reserved at once: a page that found the disk full later would end the process.
+    All its space is reserved at once, since a page that finds the disk full ends the process. That can still happen on
+    a file system that copies on write (btrfs, ZFS).
     """
-    size = prod(shape)
+    size = 4 * prod(shape)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
-            os.posix_fallocate(file.fileno(), 0, 4 * size)
-            path = f"/proc/self/fd/{file.fileno()}"
-            return torch.from_file(path, shared=True, size=size, dtype=torch.float32).view(*shape)
-    except (OSError, RuntimeError) as e:
+            os.posix_fallocate(file.fileno(), 0, size)
+            return torch.from_numpy(np.memmap(file, np.float32, "r+", shape=tuple(shape)))
+    except OSError as e:
         raise TrainingError(
-            f"the state between rounds needs {4 * size / 1e6:,.0f} MB more in files of {folder}: {e}; free some of "
-            "that disk, or memory of this machine"
+            f"the state between rounds needs {byte_size(size)} more in files of {folder}: {e}; free some of that disk, "
+            "or memory of this machine"
         ) from None
 
 

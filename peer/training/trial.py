@@ -18,7 +18,7 @@ from peer.channel import MomentForm, Start
 from peer.doctor.measurements import Device, Sample
 from peer.training.device import choose_device, device_name
 from peer.training.memory import available, memory_of
-from peer.training.offload import Home, written_bytes
+from peer.training.offload import Home, note_of
 from peer.training.parallel import parallel_dims
 from peer.training.parallel.parallel_dims import ParallelDims
 from peer.training.parallel.plans import limits
@@ -56,7 +56,7 @@ def look(
         ranks=dims.world,
         needed=parallel_dims.memory(dims, allowed, largest),
         offloaded=round_bytes(layout, spec.outer) if home != "device" else 0,
-        written=written_bytes(spec) if home == "files" else 0,
+        note=note_of(home, spec) if home == "files" else "",
         free=free,
         whole=whole,
         limit=gpu_memory if device.type == "cuda" else 0,

@@ -18,6 +18,7 @@ from cairn import examination
 from coordinator.service import Coordinator
 from peer.doctor.device import device_finding, memory_finding
 from peer.doctor.device_process import try_device
+from peer.doctor.measurements import Trial
 from peer.doctor.pace import step_finding
 from peer.doctor.probes import DiskSpace
 from tests.support.command_line import (
@@ -65,14 +66,21 @@ def no_file_is_left(home: Path, temporary: Path) -> bool:
     return not home.exists() and not list(temporary.iterdir())
 
 
-async def test_a_machine_that_fits(tmp_path: Path, served: Path, temporary: Path):
-    home, swarm = tmp_path / "home", FakeSwarm(SPEC)
+async def test_a_machine_that_fits(tmp_path: Path, served: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch):
+    home, swarm, folders = tmp_path / "home", FakeSwarm(SPEC), []
+
+    async def noted(spec: Path, *words: Any) -> Trial:
+        folders.append(spec.parent.parent)
+        return await try_device(spec, *words)
+
+    monkeypatch.setattr(examination, "try_device", noted)
     member = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
     port = member.sockets[0].getsockname()[1]
     swarm.addresses = lambda: [address_of(identity("observer").key).replace("4001", str(port))]
     async with running(served, SPEC, swarm) as (coordinator, _), member:
-        done = await doctor(coordinator, home, "--device", "cpu", "--disk", "1M", "--json")
+        done = await doctor(coordinator, home, "--device", "cpu", "--disk", "100M", "--json")
         assert nothing_is_left(coordinator, home, temporary)
+    assert folders == [tmp_path]  # files of the trainer have room there
     report = json.loads(done.stdout)
     verdicts = {finding["name"]: finding["verdict"] for finding in report["findings"]}
     assert done.returncode == 0 and report["run"] == str(SPEC.run_id), report
@@ -90,7 +98,8 @@ async def test_a_machine_that_does_not_fit(
     tmp_path: Path, served: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ):
     home = tmp_path / "home"
-    monkeypatch.setattr(examination, "disk_space", lambda store: DiskSpace(tmp_path, True, 0, 1000))
+    full = tmp_path / "no file can be made here"
+    monkeypatch.setattr(examination, "disk_space", lambda store: DiskSpace(full, True, 0, 1000))
     async with running(served, SPEC, now=lambda: time.time() - 3600) as (coordinator, _):
         done = await doctor(coordinator, home, "--device", "cuda")
         assert nothing_is_left(coordinator, home, temporary)

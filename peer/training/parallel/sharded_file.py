@@ -130,10 +130,7 @@ class ShardedFile:
     # -- reading -----------------------------------------------------------------------------------------------
 
     def read(self, path: Path, rank: int, place: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """Return a rank's slices of a file that was checked, by name: 1-d fp32, each as `place` returns it.
-
-        Raises OSError.
-        """
+        """Return a rank's slices of a checked file, by name: 1-d fp32, as `place` returns them. Raises OSError."""
         return self._read(path, self.parts[rank], place)
 
     def read_tensor(self, path: Path, name: str, place: Callable[[Tensor], Tensor]) -> Tensor:

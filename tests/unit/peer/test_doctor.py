@@ -19,6 +19,7 @@ from peer.doctor.measurements import Device, DownloadProbe, PresentSwarm, Sample
 from peer.doctor.probes import dial, disk_space
 from peer.errors import PeerError
 from peer.fetched_data import data_bytes
+from peer.training.offload import note_of
 from protocol.ids import Digest
 from protocol.spec import RunSpec
 from tests.support.node_world import address_of
@@ -32,6 +33,7 @@ GPU = Device("NVIDIA RTX 4090", "cuda", "dp=1", 1, 10 * GB, 23 * GB, 24 * GB, "2
 CPU = Device("CPU x86_64", "cpu", "fsdp=2", 2, 3 * GB, 7 * GB, 8 * GB, "2.9.0+cpu")
 BASE = GB
 """Bytes of a state."""
+NOTE = note_of("files", SPEC)
 
 
 def spec_with(**rounds: object) -> RunSpec:
@@ -95,7 +97,8 @@ def test_files_of_the_trainer_have_half_of_what_data_and_checkpoints_leave():
 
     assert room(held + 2 * GB, 0, 100 * GB) == room(held + 2 * GB, held + GB, GB) == GB
     assert room(held + 20 * GB, 0, held + GB) == room(held + 20 * GB, 2 * held, GB) == GB
-    assert room(held - 1, 0, GB) == room(GB, 0, held) == 0
+    assert room(held + 2 * GB, held + 3 * GB // 2, 100 * GB) == GB // 2  # updates fill the rest
+    assert room(held - 1, 0, GB) == room(GB, 0, held) == room(held + GB, held + 2 * GB, 100 * GB) == 0
 
 
 def test_the_device():
@@ -111,18 +114,22 @@ def test_the_memory_before_a_step():
     says(memory_finding(Trial(GPU), BASE), "ok", "10.0 GB", "23.0 GB of a GPU's 24.0 GB are free")
     says(memory_finding(Trial(replace(GPU, needed=20 * GB)), BASE), "warning", "more memory")
     says(memory_finding(Trial(replace(GPU, free=9 * GB)), BASE), "no", "stop other programs")
-    says(memory_finding(Trial(replace(GPU, needed=25 * GB)), BASE), "no", "--parallel")
+    says(memory_finding(Trial(replace(GPU, needed=25 * GB)), BASE), "no", "--parallel", "or a larger --disk")
+    says(memory_finding(Trial(replace(GPU, limit=9 * GB)), BASE), "no", "--gpu-memory", "a larger --disk")
+    for fits_or_moved in ({"free": 11 * GB}, {"needed": 25 * GB, "offloaded": GB}):
+        finding = memory_finding(Trial(replace(GPU, **fits_or_moved)), BASE)
+        assert finding is not None and "more of them" in finding.remedy and "--disk" not in finding.remedy
     says(memory_finding(Trial(replace(CPU, needed=5 * GB)), BASE), "no", "10.0 GB", "this machine's 8.0 GB")
     says(memory_finding(Trial(replace(GPU, offloaded=GB)), BASE), "ok", "1.0 GB more lie in the machine's memory")
-    says(memory_finding(Trial(replace(GPU, offloaded=GB, written=1)), BASE), "ok", "1.0 GB more lie in files")
+    says(memory_finding(Trial(replace(GPU, offloaded=GB, note=NOTE)), BASE), "ok", "1.0 GB more lie in files")
     assert memory_finding(Trial(), BASE) is None
     assert fits(GPU) and not fits(replace(GPU, free=9 * GB)) and not fits(replace(CPU, needed=4 * GB))
 
 
 def test_what_each_round_writes_to_files_is_told_before_joining():
-    worn = Trial(replace(GPU, offloaded=32 * GB, written=40 * GB))
-    says(files_finding(worn), "warning", "about 40.0 GB", "wears an SSD", "32.0 GB", "add memory", "larger", "--disk")
-    assert files_finding(Trial(replace(GPU, offloaded=32 * GB))) is None and files_finding(Trial()) is None
+    found = says(files_finding(Trial(replace(GPU, offloaded=1, note=NOTE))), "warning", "training waits meanwhile")
+    assert f"{found.found}: {found.remedy}" == NOTE and found.remedy.startswith("add memory")
+    assert files_finding(Trial(replace(GPU, offloaded=1))) is None and files_finding(Trial()) is None
 
 
 def test_the_memory_of_a_step_is_what_it_used_and_the_state_that_a_trial_does_not_hold():
@@ -292,7 +299,8 @@ def test_the_disk_of_a_store_that_is_not_there_is_that_of_the_nearest_folder(tmp
     (store / "blobs" / "ab" / "blob").write_bytes(bytes(1234))
     assert disk_space(store).used == 1234
     (tmp_path / "file").write_text("")
-    assert not disk_space(tmp_path / "file" / "runs").is_writable
+    space = disk_space(tmp_path / "file" / "runs")
+    assert not space.is_writable and not space.free
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "store"]
 
 

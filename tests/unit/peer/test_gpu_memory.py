@@ -16,7 +16,7 @@ from peer.errors import TrainingError
 from peer.node.options import NodeOptions
 from peer.training import offload, trial
 from peer.training.device import choose_device, out_of_memory
-from peer.training.offload import Home, written_bytes
+from peer.training.offload import Home, note_of
 from peer.training.parallel import setup
 from peer.training.parallel.micro_batch import MicroBatchProfile, MicroBatchStore
 from peer.training.parallel.parallel_dims import ParallelDims
@@ -136,7 +136,7 @@ def test_the_doctor_counts_files_as_the_trainer_does(gpus):
     device, memory, files = (trial.look(spec, "auto", "cuda", ParallelDims(), home=h) for h in get_args(Home))
     assert device.needed - size == memory.needed == files.needed
     assert (device.offloaded, memory.offloaded, files.offloaded) == (0, size, size)
-    assert (device.written, memory.written, files.written) == (0, 0, written_bytes(spec))
+    assert (device.note, memory.note, files.note) == ("", "", note_of("files", spec))
 
 
 def test_the_doctor_looks_at_what_is_free_and_the_limit(gpus):

@@ -9,8 +9,9 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -72,8 +73,9 @@ def test_files_come_last_of_the_places_of_the_state_between_rounds(monkeypatch, 
     for free, fits, room, home, made in (
         (10 * needed, False, size, "memory", Offload(gpu, True)),
         (needed, True, size, "device", Offload(gpu)),
-        (needed, False, size, "files", Offload(gpu, True, tmp_path)),
-        (needed, False, size - 1, "device", Offload(gpu)),
+        (needed, False, size, "memory", Offload(gpu, True)),  # without a copy of what is saved
+        (size, False, size, "files", Offload(gpu, True, tmp_path)),
+        (size, False, size - 1, "device", Offload(gpu)),
     ):
         monkeypatch.setattr("peer.training.offload.available", lambda free=free: free)
         assert home_of("cuda", spec, fits=fits, room=room) == home
@@ -137,25 +139,32 @@ def test_a_trainer_whose_state_lies_in_files_says_how_large_they_are_and_what_is
             trainer.close(in_order=True)
     (level, _, text), *others = said
     assert level == "warning" and not others
-    sizes = [byte_size(size), byte_size(written_bytes(world.spec))]
-    assert all(words in text for words in [*sizes, "wears an SSD", "add memory", "larger GPU", "smaller --disk"])
-    assert "stays on the GPU" in note_of("device", world.spec)
+    least, copied = (
+        byte_size(n / offload.SHARE) for n in (size, size + offload.SAVED_BYTES * world.spec.model.layout.numel)
+    )
+    sizes = [byte_size(size), byte_size(written_bytes(world.spec)), f"({least} must be free)"]
+    says = ["wears an SSD", "training waits", "add memory", "larger GPU", "smaller --disk"]
+    assert all(words in text for words in sizes + says)
+    on_gpu = note_of("device", world.spec)
+    assert f"stays on the GPU ({byte_size(size)})" in on_gpu and f"would need {copied} of free memory" in on_gpu
+    assert f"({least}, or a larger --disk, if the GPU is too small)" in on_gpu
 
 
 def test_files_have_all_their_space_from_the_start(monkeypatch, tmp_path):
-    seen, mapped = [], torch.from_file
+    seen, mapped = [], np.memmap
 
-    def from_file(path: str, **how: Any) -> torch.Tensor:
-        seen.append(512 * os.stat(path).st_blocks)
-        return mapped(path, **how)
+    def memmap(file: IO[bytes], *how: Any, **shape: Any) -> np.memmap:
+        seen.append(512 * os.fstat(file.fileno()).st_blocks)
+        return mapped(file, *how, **shape)
 
-    monkeypatch.setattr(torch, "from_file", from_file)
+    monkeypatch.setattr(np, "memmap", memmap)
     place = Offload(CPU, True, tmp_path)
     tensor = place.zeros((3, 1 << 20))
     assert tensor.shape == (3, 1 << 20) and not tensor.any() and seen[0] >= 4 * tensor.numel()
     assert place.zeros((0, 5)).shape == (0, 5) and len(seen) == 1
+    assert place.copy(torch.tensor(2.0)) == 2 and len(seen) == 2
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(TrainingError, match=r"13 MB more in files of .*No space left on device.*free some"):
+    with pytest.raises(TrainingError, match=r"12.6 MB more in files of .*No space left on device.*free some"):
         place.zeros((3, 1 << 20))
     assert not list(tmp_path.iterdir())
 
