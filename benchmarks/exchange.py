@@ -290,7 +290,8 @@ class Swarm:
         end = time.monotonic() + ROUND_SECONDS
         while time.monotonic() < end:
             shown = [s for home in self._homes.values() if (s := read_snapshot(home)) is not None]
-            if len(shown) == len(self._names) and len({s.state_round for s in shown}) == 1:
+            held = {s.state_round for s in shown if s.state}
+            if len(shown) == len(self._names) and len(held) == 1 and all(s.state for s in shown):
                 return shown
             time.sleep(0.05)
         raise CairnError("the peers were never seen with states of one round")

@@ -188,7 +188,7 @@ def _is_read(kind: type[PretrainedConfig], field: str) -> bool:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     code = inspect.getsource(sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[kind].__module__])
-    return f'getattr(config, "{field}"' in code
+    return f'self.{field} = getattr(config, "{field}"' in code  # elsewhere some read it for their rotary angles alone
 
 
 def _like(value: Any, default: Any) -> Any:

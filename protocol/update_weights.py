@@ -2,8 +2,8 @@
 
 A claim costs nothing, so it must not buy weight. An update weighs at most a quarter more than the mean of its author's
 last five on the same branch, or as much as the last one. So a known peer that turns hostile has gained little when
-audits convict it. An author with fewer updates may double with each: a newcomer has no stake yet, so all are audited.
-A newcomer weighs no more than the lower quartile of the known authors' windows, which nobody's limit is below. The rest
+audits convict it. An author with fewer updates may double with each: it mostly has no stake yet, so all are audited. A
+newcomer weighs no more than the lower quartile of the known authors' windows, which nobody's limit is below. The rest
 of a claim is the author's backlog, and counts in its next updates as far as their limit allows. A verdict or a
 conviction makes the author a newcomer again, without a backlog: what it claimed falsely must not count later.
 
@@ -17,13 +17,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 KNOWN_ROUNDS = 64
-"""Rounds after an author's newest accepted update in which it is no newcomer. Its windows are stake for as long."""
+"""Rounds after an author's newest accepted update in which it is no newcomer.
+
+After the hold its windows are stake for as long.
+"""
 
 MEAN_UPDATES = 5
-"""The last updates of an author that bound its next one. From equal weights, it doubles in eight updates."""
+"""The last updates of an author that bound its next one: a weight doubles in about eight, sooner if it is small."""
 
 BACKLOG_UPDATES = 16
-"""Bound on an author's backlog, in updates of the largest claim: honest peers that become faster stay below it."""
+"""Bound on an author's backlog, in updates of the largest claim: one that becomes ten times as fast stays below it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -285,7 +285,7 @@ class Ledger(LedgerQueries):
         query = self._db.query
         size, settled = self.size(), self.settled_count()
         (count,) = query("SELECT count(*) FROM lines")[0] if size <= most_lines else (size,)
-        if count <= most_lines and isinstance(self._db, SqliteDatabase) and (damage := self._db.damage()):
+        if isinstance(self._db, SqliteDatabase) and (damage := self._db.damage(quick=count > most_lines)):
             return [damage]
         first = 0 if count <= most_lines else max(0, size - CHECKED_ROUNDS)
         found = []

@@ -66,11 +66,11 @@ class _Asked:
 
 
 class AuditScheduler:
-    """The checks that this peer makes. `reporter` signs its reports; without one it only passes others' on."""
+    """The checks that this peer makes. `report_signer` signs its reports; without one it only passes others' on."""
 
-    def __init__(self, context: Context, reporter: Signer | None):
+    def __init__(self, context: Context, report_signer: Signer | None):
         self._context = context
-        self._reporter = reporter
+        self._signer = report_signer
         self._asked: BoundedDict[_Name, _Asked] = BoundedDict(MAX_ASKED)
         self._seen: set[Digest] = set()
         """Records of the branch that have drawn checks, as far as reports of these may still be carried."""
@@ -86,9 +86,9 @@ class AuditScheduler:
     def _follow(self, report: Signed[WorkReport], following: CarriedReports) -> None:
         """Replay an update that a report accuses, if that is ours to do."""
         body = report.body
-        if self._reporter is None or self._context.is_resting:
+        if self._signer is None or self._context.is_resting:
             return
-        if report.author == (me := self._reporter.key):
+        if report.author == (me := self._signer.key):
             if body.check == "loss" and not body.passed:
                 self._ask(following, body.record, body.update, "replay", _Asked())
             return
@@ -102,9 +102,9 @@ class AuditScheduler:
         """Request the checks of the records up to `parent` that are ours, and repeat reports that no record carries."""
         context, chain = self._context, self._context.chain
         context.reports.prune()
-        if self._reporter is None or context.is_resting:
+        if self._signer is None or context.is_resting:
             return
-        me = self._reporter.key
+        me = self._signer.key
         following = chain.reports_after(parent)
         for report in context.reports.by(me):
             if following.report_refusal(report) is None:
@@ -145,7 +145,7 @@ class AuditScheduler:
 
     def _request_due(self, record: Digest, seeds: AuditSeeds, following: CarriedReports) -> None:
         """Request the checks of a record that these seeds draw, and that are ours."""
-        chain, me = self._context.chain, None if self._reporter is None else self._reporter.key
+        chain, me = self._context.chain, None if self._signer is None else self._signer.key
         body, rule = chain.certificate(record).record.body, chain.limits.audit
         stakes = chain.audit_stakes(record)
         convicted = chain.reports_after(record).convicted_stake  # of the record's own branch: the same at any time
@@ -167,7 +167,7 @@ class AuditScheduler:
         chain = self._context.chain
         body, rule = chain.certificate(record).record.body, chain.limits.audit
         updates, stakes = body.updates, chain.audit_stakes(record)
-        me = None if self._reporter is None else self._reporter.key
+        me = None if self._signer is None else self._signer.key
         if self._context.observer or len(updates) < SCREENED_UPDATES or not rule.replay_rate:
             return
         first = first_auditors(body, seeds, stakes, rule)
@@ -200,7 +200,7 @@ class AuditScheduler:
     def _audited(self, event: UpdateAudited) -> None:
         """Report what a check measured. An update that fails a loss check is replayed."""
         context, chain = self._context, self._context.chain
-        if event.record not in chain or self._reporter is None:
+        if event.record not in chain or self._signer is None:
             return
         following = chain.reports_after(chain.head)
         asked = self._asked.get(_Name.of(event.record, event.update, event.check, event.seed))
@@ -211,7 +211,7 @@ class AuditScheduler:
                 self._ask(following, event.record, event.update, "replay", _Asked())
             return
         number = chain.certificate(event.record).record.body.round
-        report = self._reporter.sign(
+        report = self._signer.sign(
             WorkReport(context.run, number, event.record, event.update, event.check, event.scores)
         )
         if asked is not None and asked.accuser is not None and report.body.passed:
@@ -247,7 +247,7 @@ class AuditScheduler:
 
     def _has_report(self, record: Digest, update: Digest, check: UpdateCheck) -> bool:
         """Return whether we have reported what a check measured, as far as we keep it."""
-        own = () if self._reporter is None else self._context.reports.by(self._reporter.key)
+        own = () if self._signer is None else self._context.reports.by(self._signer.key)
         return any((r.body.record, r.body.update, r.body.check) == (record, update, check) for r in own)
 
     def _is_wanted(self, following: CarriedReports, record: Digest, update: Digest, check: UpdateCheck) -> bool:
@@ -255,9 +255,9 @@ class AuditScheduler:
 
         A screen is followed by the report of a replay, if by any.
         """
-        reporter, chain = self._reporter, self._context.chain
+        signer, chain = self._signer, self._context.chain
         reported = "replay" if check == "screen" else check
-        if reporter is None or following.refusal(record, update, reporter.key, reported) is not None:
+        if signer is None or following.refusal(record, update, signer.key, reported) is not None:
             return False
         author = next(u.author for u in chain.certificate(record).record.body.updates if u.digest == update)
         return not chain.is_barred(author, chain.head)

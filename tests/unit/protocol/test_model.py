@@ -83,6 +83,7 @@ def test_a_state_of_another_model_is_refused_and_changes_nothing():
         ({}, "model_type"),
         (LLAMA | {"hiden_size": 3}, "hiden_size.*did you mean hidden_size"),
         ({"model_type": "qwen3_moe", "head_dims": 16}, "head_dims: qwen3_moe has no such field"),
+        ({"model_type": "gpt_neox", "head_dim": 16}, "head_dim: gpt_neox has no such field"),
         (LLAMA | {"hidden_size": "wide"}, "hidden_size"),
         (LLAMA | {"num_attention_heads": 5}, "attention heads"),
         (LLAMA | {"num_hidden_layers": -1}, "layers is -1"),
