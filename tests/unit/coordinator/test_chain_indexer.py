@@ -491,7 +491,7 @@ async def test_after_a_rollback_the_ledger_follows_the_new_branch_and_keeps_what
         assert f.posted[1] == new[3].record and not f.problem
         assert f.settled == sum_credits(old[:4])
         assert f.pending == sum_credits(new[2:])
-        with pytest.raises(LedgerConflictError, match="has no such round"):
+        with pytest.raises(LedgerConflictError, match="no such record is on the branch"):
             await f.rollback(Rollback(2, old[2].record, Round(3), state(3)))
     async with following(swarm, tmp_path) as (f, until):
         assert f.posted == (3, new[3].record) and f.settled == sum_credits(old[:4])

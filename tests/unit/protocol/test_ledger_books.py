@@ -160,7 +160,7 @@ def test_after_a_rollback_the_chain_goes_on_elsewhere_and_what_was_issued_stays(
     assert [r.round for r in ledger.rounds()] == [0, 1, 2, 3, 4]
     # All of the branch that was left settled by the count of rounds, like any other.
     assert settled_in(ledger)[peer(0).key] == sum_credits(rounds)[peer(0).key]
-    with pytest.raises(LedgerConflictError, match="branch has no such round"):
+    with pytest.raises(LedgerConflictError, match="no such record is on the branch"):
         ledger.rollback(back(rounds[3].record, 4, 2))
 
 

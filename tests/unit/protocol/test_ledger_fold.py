@@ -129,9 +129,9 @@ def test_a_rollback_is_done_once_and_only_to_a_round_of_the_branch():
         story.round({0: 40})
     fold = fold_of(story.posted)
     back = Rollback(1, story.posted[0].record, Round(1), state(1))
-    with pytest.raises(LedgerRuleError, match="no such round"):
+    with pytest.raises(LedgerRuleError, match="no such record"):
         fold.roll_back(Rollback(1, story.posted[1].record, Round(1), state(1)))
-    with pytest.raises(LedgerRuleError, match="no such round"):
+    with pytest.raises(LedgerRuleError, match="no such record"):
         fold.roll_back(Rollback(1, Digest(bytes(32)), Round(0), state(0)))
     assert fold.roll_back(back) and not fold.roll_back(back)
     assert fold.rounds == 1
