@@ -182,18 +182,19 @@ def full(*_: object) -> None:
 
 
 HOLDER = """
-import sys, time
+import sys
 from pathlib import Path
 import torch
 from peer.training.offload import Offload
 held = Offload(torch.device("cpu"), True, Path(sys.argv[1])).zeros((1 << 20,)).fill_(1.0)
 print("held", flush=True)
-time.sleep(600)
+sys.stdin.read()  # until it is killed, or the test is gone
 """
 
 
 def test_nothing_is_left_on_the_disk_of_a_process_that_is_killed(tmp_path):
-    with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE) as process:
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         try:
             assert process.stdout.readline() == b"held\n"
