@@ -371,7 +371,7 @@ class _Run:
             if record is None:
                 break
             if tokens is not None:
-                tokens -= record.windows * self.spec.data.window_tokens
+                tokens -= record.progress * self.spec.data.window_tokens
             before = self.record(record.round - 1, record.parent)
             yield self.origin(record.base_state, record.round, tokens, before)
             record = before

@@ -170,7 +170,7 @@ class ChainIndexer:
         history, after = RoundHistory(), -1
         while page := await self._ledger.run(lambda ledger, after=after: ledger.rounds(after=after)):
             for r in page:
-                history.append(r.round, r.tokens, r.loss, r.seen_at)
+                history.append(r.round, r.tokens, r.voided_tokens, r.loss, r.seen_at)
             after = page[-1].round
         first = (last[0] if last else -1) - MAX_REMEMBERED
         recent = await self._ledger.run(lambda ledger: ledger.round_credits(after=first, limit=MAX_REMEMBERED))

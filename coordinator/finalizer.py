@@ -88,9 +88,8 @@ class Finalizer:
         at_head = bool(rounds) and rounds[-1].record == self._view.head
         if directive is not None and directive.body.run_status == "ended":
             return at_head
-        return at_head and is_total_reached(
-            self._spec.total_tokens, self._chain.history.tokens + sum(c.tokens for c in rounds)
-        )
+        progress = self._chain.history.progress + sum(c.progress for c in rounds)
+        return at_head and is_total_reached(self._spec.total_tokens, progress)
 
     def sign(self, round_: Round, record: Digest) -> Signed[Finalization]:
         """Return the finalization of a record: the swarm's if it names this record, else one signed here."""

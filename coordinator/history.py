@@ -11,7 +11,7 @@ from itertools import pairwise
 
 @dataclass(frozen=True, slots=True)
 class RoundPoint:
-    """A round: its number, tokens accepted up to its end, and its loss.
+    """A round: its number, tokens accepted up to its end (voided ones also), and its loss.
 
     `seen_at` is unix seconds; None: not seen at first hand.
     """
@@ -44,18 +44,25 @@ class RoundHistory:
     def __init__(self):
         self._round, self._tokens = array("q"), array("q")
         self._loss, self._seen = array("d"), array("d")
+        self._voided = 0
 
-    def append(self, round_: int, tokens: int, loss: float, seen_at: float | None) -> None:
-        """Add the next final round; `tokens` are its own."""
+    def append(self, round_: int, tokens: int, voided: int, loss: float, seen_at: float | None) -> None:
+        """Add the next final round: `tokens` are its own, `voided` those of earlier ones that it voids."""
         self._round.append(round_)
         self._tokens.append(self.tokens + tokens)
+        self._voided += voided
         self._loss.append(loss)
         self._seen.append(math.nan if seen_at is None else seen_at)
 
     @property
     def tokens(self) -> int:
-        """Tokens accepted in final rounds."""
+        """Tokens accepted in final rounds, voided ones also."""
         return self._tokens[-1] if self._tokens else 0
+
+    @property
+    def progress(self) -> int:
+        """Tokens accepted in final rounds that no record voids."""
+        return self.tokens - self._voided
 
     @property
     def first(self) -> RoundPoint | None:

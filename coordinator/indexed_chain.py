@@ -82,6 +82,11 @@ class IndexedChain:
         """Return at most `count` newest rounds, final or not, newest first."""
         return self.remembered[:count]
 
+    @property
+    def progress(self) -> int:
+        """Tokens accepted up to the head that no record voids: a run ends when it has its total of them."""
+        return self.history.progress + sum(c.progress for c in self.open)
+
     def points(self, last: int | None = None) -> list[RoundPoint]:
         """Return the last `last` posted rounds (None: all) and the open ones, for charts."""
         points, tokens = self.history.points(last), self.history.tokens
@@ -115,7 +120,7 @@ class IndexedChain:
         for credits in added:
             self.recent.append(credits)
             seen_at = self.first_seen.pop(credits.record, None)
-            self.history.append(credits.round, credits.tokens, credits.loss, seen_at)
+            self.history.append(credits.round, credits.tokens, credits.voided_tokens, credits.loss, seen_at)
             if seen_at is not None:  # the others that were seen by then, of branches that lost
                 later = {c.record for c in (*added, *beyond)}
                 self.first_seen = {r: at for r, at in self.first_seen.items() if at > seen_at or r in later}

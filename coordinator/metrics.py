@@ -167,6 +167,7 @@ class _Swarm:
             ("cairn_healthy", "1 while the swarm is healthy, or rightly at rest.", o.health in _GOOD),
             ("cairn_round", "The round being trained.", o.round),
             ("cairn_rounds_final", "Rounds that are final.", 0 if o.final_round is None else o.final_round + 1),
+            ("cairn_tokens_progress", "Accepted tokens that were not voided: a run ends at its goal.", o.tokens),
             ("cairn_tokens_goal", "Tokens that the run is to be trained on; 0: no end.", o.total_tokens),
             ("cairn_tokens_per_second", "Accepted tokens per second over the last rounds.", o.tokens_per_second),
             ("cairn_loss", "Training loss of the newest round.", o.loss),
@@ -186,7 +187,8 @@ class _Swarm:
         for name, what, value in self.archive:
             family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
             yield family(name.removesuffix("_total"), what, value=value)
-        yield CounterMetricFamily("cairn_tokens", "Tokens accepted by the chain.", value=o.tokens)
+        text = "Tokens accepted by the chain, also those that were voided later."
+        yield CounterMetricFamily("cairn_tokens", text, value=o.accepted_tokens)
         yield _by("cairn_state", "1 for the state that the swarm is in.", "state",
                   {h: float(h == o.health) for h in dict.fromkeys([*HEALTHS, o.health])})  # fmt: skip
         phases = CountOf(p.phase for p in o.peers)

@@ -73,7 +73,7 @@ class Overview:
     """Everything that is shown.
 
     `round` is the one being trained; `state` is the newest state digest that the chain names, or the archived last one
-    of a run that is over or paused.
+    of a run that is over or paused. `accepted_tokens` are `tokens` and those that were voided later.
     """
 
     name: str
@@ -85,6 +85,7 @@ class Overview:
     state: Digest
     state_round: int
     tokens: int
+    accepted_tokens: int
     total_tokens: int
     tokens_per_second: float
     loss: float | None
@@ -155,7 +156,7 @@ class OverviewBuilder:
         if not working:
             self._moved_at = now  # nobody can be late
         points = chain.points(last=16)
-        tokens = points[-1].tokens if points else 0
+        tokens = chain.progress
         goes_on = bool(working) and not is_total_reached(spec.total_tokens, tokens)
         rate = tokens_per_second(points, now) if self.indexer.caught_up and goes_on else 0.0
         loss = points[-1].loss if points else None
@@ -177,6 +178,7 @@ class OverviewBuilder:
             state=state,
             state_round=state_round,
             tokens=tokens,
+            accepted_tokens=points[-1].tokens if points else 0,
             total_tokens=spec.total_tokens,
             tokens_per_second=rate,
             loss=loss,

@@ -1,8 +1,8 @@
 """The chain: a bounded tree of certified records since the genesis, and the fork choice over it.
 
 A record of round r names its parent, the record of round r - 1, by its certificate's digest, which also covers the
-reduced shards if there are any. The parent of round 0 is `genesis_digest(run)`. The
-weight of a record is the number of windows accepted from the genesis up to it, as weighed (`update_weights.py`).
+reduced shards if there are any. The parent of round 0 is `genesis_digest(run)`. The weight of a record is the number of
+windows accepted from the genesis up to it, as weighed (`update_weights.py`), without those that records up to it void.
 
 Fork choice. It goes down from the newest finalized record. After a rollback that is the record to which the run was
 rolled back, and then records that carry that directive. Among records with the same parent it chooses the one with the
@@ -48,6 +48,7 @@ from protocol.directives import ActiveDirectives, starts_rollback_branch
 from protocol.errors import ChainError, FinalizedConflict, UnknownParent
 from protocol.ids import Digest, PeerKey, Round, RunId, sha256
 from protocol.messages import (
+    AuditDecision,
     Certificate,
     Directive,
     Finalization,
@@ -180,7 +181,7 @@ class Chain:
         return Round(self._node(record).height)
 
     def weight(self, record: Digest) -> int:
-        """Return the windows accepted, as weighed, from the genesis up to a record. Raises ChainError."""
+        """Return the windows accepted from the genesis up to a record, without voided ones. Raises ChainError."""
         return self._node(record).weight
 
     def certificate(self, record: Digest) -> Certificate:
@@ -204,6 +205,10 @@ class Chain:
         most, _ = self.limits.round_limits(node.directives)
         weighed = weigh([(u.body.windows, node.history(u.author)) for u in updates], node.height, most)
         return () if all(w == u.body.windows for w, u in zip(weighed, updates, strict=True)) else weighed
+
+    def voided(self, parent: Digest, directive: Signed[Directive] | None, decisions: Collection[AuditDecision]) -> int:
+        """Return the `voided` of a record with these after `parent`. Raises ChainError."""
+        return sum(self._node(parent).voided_after(directive, decisions, self.limits.stake.hold_rounds).values())
 
     def stakes(self, record: Digest) -> Mapping[PeerKey, int]:
         """Return the stake, in windows, of every key that has some in the round after a record. Raises ChainError."""
@@ -477,6 +482,8 @@ class Chain:
             return WITHOUT_BANNED
         if record.weights != self.weights(record.parent, record.updates):
             return "it weighs an update otherwise than the rule of the run does"
+        if record.voided != self.voided(record.parent, record.directive, record.decisions):
+            return "it does not void the windows that its decisions and verdicts do"
         for author in record.contributors:
             if parent.penalties.is_barred(author, Round(parent.height)):
                 return f"it lists an update of {author.short}, who is barred after a conviction"

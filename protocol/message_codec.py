@@ -90,7 +90,7 @@ def _encode_record(b: RoundRecord) -> Message:
             wire.AuditDecision(record=d.record, author=d.author, convicted=d.convicted, refuted=d.refuted)
             for d in b.decisions
         ],
-        proof=b.proof,
+        proof=b.proof, voided=b.voided,
     )  # fmt: skip
 
 
@@ -177,7 +177,7 @@ def _decode_record(payload: bytes, decoder: MessageDecoder) -> RoundRecord:
     attempt = bounded("attempt", m.attempt, MAX_ATTEMPT)
     return RoundRecord(
         run, number, parent, base, attempt, updates, directive, weights, _decode_reports(m, decoder),
-        _decode_decisions(m), bytes(m.proof),
+        _decode_decisions(m), bytes(m.proof), bounded("voided", m.voided),
     )  # fmt: skip
 
 

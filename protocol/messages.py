@@ -212,6 +212,8 @@ class RoundRecord:
     """The decisions that follow from these reports and those before, ascending by record and author."""
     proof: bytes = b""
     """Of its author's verifiable random output for this round (`draw_input`): the signer adds it."""
+    voided: int = 0
+    """Windows of the records before it, as weighed, that its decisions and the verdicts of its directive void."""
 
     @property
     def draw_input(self) -> bytes:
@@ -232,6 +234,11 @@ class RoundRecord:
     def windows(self) -> int:
         """Accepted windows, as weighed; times the data's window length they are the accepted tokens."""
         return sum(self.weighed)
+
+    @property
+    def progress(self) -> int:
+        """Windows by which it brings the run nearer to its end: below 0 if it voids more than it accepts."""
+        return self.windows - self.voided
 
     @property
     def loss(self) -> float:

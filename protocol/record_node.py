@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import islice
 
 from protocol import vrf
 from protocol.audit_penalties import AuditPenalties
 from protocol.directives import ActiveDirectives
 from protocol.ids import Digest, PeerKey, sha256
-from protocol.ledger.verdicts import VerdictWalk
-from protocol.messages import Certificate, RoundRecord
+from protocol.messages import AuditDecision, Certificate, Directive, RoundRecord, Signed
 from protocol.update_weights import AuthorHistory
 
 SNAPSHOT_EVERY = 32
@@ -47,7 +46,7 @@ class RecordNode:
         self.height = 0
         """The round that follows: 0 for the genesis, r + 1 for a record of round r."""
         self.weight = 0
-        """Windows accepted, as weighed, from the genesis up to it."""
+        """Windows accepted from the genesis up to it, as weighed, without those that records up to it void."""
         self.contributors = 0
         """Number of updates that its record lists."""
         self.size = 0
@@ -74,7 +73,7 @@ class RecordNode:
             record = certificate.record
             self.height = parent.height + 1
             self.seed = next_seed(parent.seed, record.body)
-            self.weight = parent.weight + record.body.windows
+            self.weight = parent.weight + record.body.progress
             self.contributors = len(record.body.updates)
             self.size = len(record.encoded) + sum(len(v.encoded) for v in certificate.votes)
             self.size += 32 * len(certificate.shards)
@@ -90,7 +89,8 @@ class RecordNode:
             for decision in record.body.decisions:
                 self.penalties = self.penalties.after(decision, record.body.round, bar_rounds)
             convicted = {d.author for d in record.body.decisions if d.convicted}
-            for author in self.newly_voided(hold_rounds) | convicted:
+            voided = parent.voided_after(record.body.directive, record.body.decisions, hold_rounds)
+            for author in voided.keys() | convicted:
                 self.histories[author] = self.history(author).as_newcomer()
         if self.height % SNAPSHOT_EVERY == 0:
             self.make_snapshot()
@@ -102,15 +102,30 @@ class RecordNode:
             yield node
             node = node.parent
 
-    def newly_voided(self, hold_rounds: int) -> set[PeerKey]:
-        """Return the authors of earlier updates that a verdict voids for the first time in this record."""
-        if self.certificate is None or self.certificate.record.body.directive is None:
-            return set()
-        verdicts, found = VerdictWalk(hold_rounds), set[PeerKey]()
-        for above in islice(self.branch(), hold_rounds + 1):
-            found.update(key for key in above.weighed if verdicts.voided_in(above.digest, key) == self.height - 1)
+    def voided_after(
+        self, directive: Signed[Directive] | None, decisions: Collection[AuditDecision], hold_rounds: int
+    ) -> dict[PeerKey, int]:
+        """Return the windows, as weighed, that a next record with these voids, by author.
+
+        A verdict voids the update that it names, and a conviction all updates of its author, in the `hold_rounds`
+        records that end with this one. Windows that a record of this branch has voided are not voided again.
+        """
+        verdicts = _verdicts(directive)
+        convicted = {d.author for d in decisions if d.convicted}
+        found: dict[PeerKey, int] = {}
+        if not verdicts and not convicted:
+            return found
+        void_verdicts, void_authors = set[tuple[Digest, PeerKey]](), set[PeerKey]()
+        for above in islice(self.branch(), hold_rounds):
+            for author, windows in above.weighed.items():
+                name = above.digest, author
+                is_new = author not in void_authors and name not in void_verdicts
+                if is_new and (author in convicted or name in verdicts):
+                    found[author] = found.get(author, 0) + windows
             if above.certificate is not None:
-                verdicts.pass_record(above.certificate.record.body)
+                body = above.certificate.record.body
+                void_verdicts |= _verdicts(body.directive)
+                void_authors.update(d.author for d in body.decisions if d.convicted)
         return found
 
     def latest_messages(self, *, beside: RecordNode | None = None) -> dict[PeerKey, int]:
@@ -193,6 +208,10 @@ class RecordNode:
         self.make_snapshot()
         self.parent = self.certificate = None
         self.size = 0
+
+
+def _verdicts(directive: Signed[Directive] | None) -> set[tuple[Digest, PeerKey]]:
+    return set() if directive is None else {(v.record, v.peer) for v in directive.body.verdicts}
 
 
 def first_seed(genesis: Digest) -> bytes:

@@ -72,7 +72,8 @@ class Branch:
         weights = chain.weights(parent, listed)
         proof = sha256(b"proof", parent, listed[0].author)  # stands for one: another in each run and round
         body = RoundRecord(
-            self.run, Round(self.round), parent, STATE, 0, listed, None, weights, ordered, decisions, proof
+            self.run, Round(self.round), parent, STATE, 0, listed, None, weights, ordered, decisions, proof,
+            voided=chain.voided(parent, None, decisions),
         )  # fmt: skip
         names = [*(u.digest for u in listed), *(r.digest for r in ordered)]
         record = _signed(body, listed[0].author, parent, *names)

@@ -66,7 +66,7 @@ class LedgerQueries:
     def rounds(self, *, after: int = -1, limit: int = 1000) -> list[RoundRow]:
         """Return rounds of the branch in ascending order, from the one after `after`."""
         rows = self._db.query(
-            "SELECT round, record, base_state, loss, tokens, seen_at FROM rounds "
+            "SELECT round, record, base_state, loss, tokens, voided_tokens, seen_at FROM rounds "
             "WHERE on_branch = 1 AND round > ? ORDER BY round LIMIT ?",
             (after, limit),
         )
@@ -75,15 +75,18 @@ class LedgerQueries:
     def round_credits(self, *, after: int = -1, limit: int = 100) -> list[RoundCredits]:
         """Return rounds of the branch with their lines, without verdicts, in ascending order from the one after."""
         rows = self._db.query(
-            "SELECT round, record, parent, base_state, loss, number FROM rounds "
+            "SELECT round, record, parent, base_state, loss, number, voided_tokens FROM rounds "
             "WHERE on_branch = 1 AND round > ? ORDER BY round LIMIT ?",
             (after, limit),
         )
         lines = self._lines(r[5] for r in rows)
         return [
-            RoundCredits(Round(r[0]), Digest(r[1]), Digest(r[2]), Digest(r[3]), r[4], tuple(x for x, _ in lines[r[5]]))
+            RoundCredits(
+                Round(r[0]), Digest(r[1]), Digest(r[2]), Digest(r[3]), r[4], tuple(x for x, _ in lines[r[5]]),
+                voided_tokens=r[6],
+            )
             for r in rows
-        ]
+        ]  # fmt: skip
 
     def credited(self, first: int, limit: int) -> list[CreditedRound]:
         """Return final rounds by their numbers from `first` on, on any branch, as an auditor reads them."""
@@ -274,7 +277,9 @@ class LedgerQueries:
             run, self._rule, count=self.size(), epoch=epoch, balances=self.balances(),
             branch=(
                 (Digest(r[0]), r[1])
-                for r in self._db.query("SELECT record, tokens FROM rounds WHERE on_branch = 1 ORDER BY round")
+                for r in self._db.query(
+                    "SELECT record, tokens - voided_tokens FROM rounds WHERE on_branch = 1 ORDER BY round"
+                )
             ),
             reverted=(Digest(r[0]) for r in self._db.query("SELECT record FROM rounds WHERE on_branch = 0")),
             pending=[

@@ -11,13 +11,17 @@ from protocol.messages import AuditDecision, WorkReport
 
 @dataclass(frozen=True, slots=True)
 class RoundRow:
-    """A final round of the branch, without its lines. `seen_at`: unix seconds; None: not seen at first hand."""
+    """A final round of the branch, without its lines. `seen_at`: unix seconds; None: not seen at first hand.
+
+    `voided_tokens` are those of earlier rounds that its record voids.
+    """
 
     round: Round
     record: Digest
     base_state: Digest
     loss: float
     tokens: int
+    voided_tokens: int
     seen_at: float | None
 
 

@@ -12,7 +12,7 @@ from coordinator.errors import LedgerError
 from coordinator.ledger.database import Database
 from protocol.ids import RunId
 
-FORM = 3
+FORM = 4
 
 REMEDY = "move it away: credits are computed again from the chain"
 
@@ -35,6 +35,7 @@ CREATE TABLE rounds (
     base_state BLOB    NOT NULL,
     loss       REAL    NOT NULL,
     tokens     BIGINT  NOT NULL CHECK (tokens > 0),
+    voided_tokens BIGINT NOT NULL CHECK (voided_tokens >= 0),   -- of earlier records on its branch
     time       BIGINT  NOT NULL,   -- unix milliseconds when this row was written
     seen_at    REAL,               -- unix seconds when the record was first seen; NULL: this coordinator was away
     final      BLOB                -- the owner's signed finalization, where one was made for this very round

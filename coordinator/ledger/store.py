@@ -185,10 +185,11 @@ class Ledger(LedgerQueries):
     def _write(self, credits: RoundCredits, step: FoldStep, finalization: bytes | None) -> None:
         """Write a round, its lines, and what it voids and settles."""
         self._db.query(
-            "INSERT INTO rounds (number, round, on_branch, record, parent, base_state, loss, tokens, time, seen_at, "
-            "final) VALUES (?, ?, 1, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO rounds (number, round, on_branch, record, parent, base_state, loss, tokens, "
+            "voided_tokens, time, seen_at, final) VALUES (?, ?, 1, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (step.number, credits.round, bytes(credits.record), bytes(credits.parent), bytes(credits.base_state),
-             credits.loss, credits.tokens, self._time(), self.first_seen_at(credits.record), finalization),
+             credits.loss, credits.tokens, credits.voided_tokens, self._time(), self.first_seen_at(credits.record),
+             finalization),
         )  # fmt: skip
         peers = self._peer_ids(line.peer for line in credits.lines)
         rows = [

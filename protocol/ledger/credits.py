@@ -73,7 +73,8 @@ class RoundCredits:
 
     `base_state` is the digest of state[round], from which the round started; `loss` is the mean of the contributors'
     own training losses, weighted by windows. Windows are as weighed. The `verdicts` and the `rollback` are those of the
-    directive that the record carries. The `reports` and `decisions` of audits are the record's.
+    directive that the record carries. The `reports` and `decisions` of audits are the record's. `voided_tokens` are
+    those of earlier records on its branch that it voids.
     """
 
     round: Round
@@ -86,6 +87,7 @@ class RoundCredits:
     rollback: Rollback | None = None
     reports: tuple[Signed[WorkReport], ...] = ()
     decisions: tuple[AuditDecision, ...] = ()
+    voided_tokens: int = 0
 
     @property
     def convicted(self) -> tuple[PeerKey, ...]:
@@ -94,7 +96,13 @@ class RoundCredits:
 
     @property
     def tokens(self) -> int:
+        """Tokens of its updates."""
         return sum(e.tokens for e in self.lines)
+
+    @property
+    def progress(self) -> int:
+        """Tokens by which it brings the run nearer to its end: below 0 if it voids more than it adds."""
+        return self.tokens - self.voided_tokens
 
     @property
     def micro_credits(self) -> int:
@@ -109,7 +117,7 @@ def credits_of(certificate: Certificate, rule: CreditRule) -> RoundCredits:
     return RoundCredits(
         record.round, certificate.digest, record.parent, record.base_state, record.loss, lines,
         () if directive is None else directive.verdicts, None if directive is None else directive.rollback,
-        record.reports, record.decisions,
+        record.reports, record.decisions, record.voided * rule.window_tokens,
     )  # fmt: skip
 
 

@@ -72,11 +72,11 @@ class CreditFold:
         cls, run: RunId, rule: CreditRule, *, count: int, epoch: int, branch: Iterable[tuple[Digest, int]],
         reverted: Iterable[Digest], pending: Iterable[PendingRound], balances: dict[PeerKey, PeerBalances],
     ) -> CreditFold:  # fmt: skip
-        """Return the fold that goes on from a stored state; `branch`: records and their tokens, in order."""
+        """Return the fold that goes on from a stored state; `branch`: records and the progress of each, in order."""
         fold = cls(run, rule)
         fold.count, fold.epoch, fold.balances = count, epoch, balances
-        for record, tokens in branch:
-            fold._extend(record, tokens)
+        for record, progress in branch:
+            fold._extend(record, progress)
         fold._reverted = set(reverted)
         fold._pending = {p.number: p for p in pending}
         return fold
@@ -110,7 +110,7 @@ class CreditFold:
 
     @property
     def tokens(self) -> int:
-        """Tokens accepted on the branch."""
+        """Tokens accepted on the branch, without voided ones."""
         return self._tokens[-1] if self._tokens else 0
 
     @property
@@ -152,7 +152,7 @@ class CreditFold:
         self.count += 1
         for line in credits.lines:
             self.balances[line.peer] = self.balances.get(line.peer, _NOTHING).plus(line)
-        self._extend(credits.record, credits.tokens)
+        self._extend(credits.record, credits.progress)
         changed = {line.peer for line in credits.lines}
         for n, i in voided:
             changed.add(self._pending[n].lines[i].peer)
@@ -229,9 +229,9 @@ class CreditFold:
                     voided.append((held.number, i))
         return voided
 
-    def _extend(self, record: Digest, tokens: int) -> None:
+    def _extend(self, record: Digest, progress: int) -> None:
         self._records += record
-        self._tokens.append(self.tokens + tokens)
+        self._tokens.append(self.tokens + progress)
 
 
 _NOTHING = PeerBalances()

@@ -427,9 +427,10 @@ class Consensus:
         updates = tuple(sorted(listed, key=lambda h: h.author))
         directive = context.chain.directive_to_include(round_.parent)
         weights = context.chain.weights(round_.parent, updates)
+        voided = context.chain.voided(round_.parent, directive, decisions)
         body = RoundRecord(
             context.run, round_.number, round_.parent, self._state(), attempt, updates, directive, weights, reports,
-            decisions,
+            decisions, voided=voided,
         )  # fmt: skip
         record = context.signer.sign(body)
         round_.propose(record)

@@ -62,7 +62,7 @@ class UpdateHeader(_message.Message):
     def __init__(self, run: _Optional[bytes] = ..., round: _Optional[int] = ..., parent: _Optional[bytes] = ..., base_state: _Optional[bytes] = ..., first_window: _Optional[int] = ..., end_window: _Optional[int] = ..., inner_steps: _Optional[int] = ..., blob: _Optional[bytes] = ..., blob_size: _Optional[int] = ..., loss: _Optional[float] = ..., admission: _Optional[bytes] = ..., epoch: _Optional[int] = ..., rebase_window: _Optional[int] = ...) -> None: ...
 
 class RoundRecord(_message.Message):
-    __slots__ = ("run", "round", "parent", "base_state", "attempt", "updates", "directive", "weights", "reports", "decisions", "proof")
+    __slots__ = ("run", "round", "parent", "base_state", "attempt", "updates", "directive", "weights", "reports", "decisions", "proof", "voided")
     RUN_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
@@ -74,6 +74,7 @@ class RoundRecord(_message.Message):
     REPORTS_FIELD_NUMBER: _ClassVar[int]
     DECISIONS_FIELD_NUMBER: _ClassVar[int]
     PROOF_FIELD_NUMBER: _ClassVar[int]
+    VOIDED_FIELD_NUMBER: _ClassVar[int]
     run: bytes
     round: int
     parent: bytes
@@ -85,7 +86,8 @@ class RoundRecord(_message.Message):
     reports: _containers.RepeatedScalarFieldContainer[bytes]
     decisions: _containers.RepeatedCompositeFieldContainer[AuditDecision]
     proof: bytes
-    def __init__(self, run: _Optional[bytes] = ..., round: _Optional[int] = ..., parent: _Optional[bytes] = ..., base_state: _Optional[bytes] = ..., attempt: _Optional[int] = ..., updates: _Optional[_Iterable[bytes]] = ..., directive: _Optional[bytes] = ..., weights: _Optional[_Iterable[int]] = ..., reports: _Optional[_Iterable[bytes]] = ..., decisions: _Optional[_Iterable[_Union[AuditDecision, _Mapping]]] = ..., proof: _Optional[bytes] = ...) -> None: ...
+    voided: int
+    def __init__(self, run: _Optional[bytes] = ..., round: _Optional[int] = ..., parent: _Optional[bytes] = ..., base_state: _Optional[bytes] = ..., attempt: _Optional[int] = ..., updates: _Optional[_Iterable[bytes]] = ..., directive: _Optional[bytes] = ..., weights: _Optional[_Iterable[int]] = ..., reports: _Optional[_Iterable[bytes]] = ..., decisions: _Optional[_Iterable[_Union[AuditDecision, _Mapping]]] = ..., proof: _Optional[bytes] = ..., voided: _Optional[int] = ...) -> None: ...
 
 class AuditDecision(_message.Message):
     __slots__ = ("record", "author", "convicted", "refuted")

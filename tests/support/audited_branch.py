@@ -54,7 +54,10 @@ class Branch:
                 body = UpdateHeader(RUN, number, parent, STATE, first, first, first + WINDOWS, 1, blob, 9, 1.0, b"")
                 updates.append(FakeSigner(key).sign(body))
         weights = chain.weights(parent, updates)
-        body = RoundRecord(RUN, number, parent, STATE, 0, tuple(updates), None, weights, ordered, decisions)
+        body = RoundRecord(
+            RUN, number, parent, STATE, 0, tuple(updates), None, weights, ordered, decisions,
+            voided=chain.voided(parent, None, decisions),
+        )  # fmt: skip
         return certificate(FakeSigner(updates[0].author).sign(body), [u.author for u in updates])
 
     def add(self, *reports: Signed[WorkReport], without: Collection[PeerKey] = ()) -> Certificate:

@@ -130,9 +130,9 @@ class ChainMaker:
 
     def add(
         self, work: Mapping[int, int], *, loss: float = 5.0, attempt: int = 0,
-        reports: Sequence[Signed[WorkReport]] = (), decisions: Sequence[AuditDecision] = (),
+        reports: Sequence[Signed[WorkReport]] = (), decisions: Sequence[AuditDecision] = (), voided: int = 0,
     ) -> Certificate:  # fmt: skip
-        """Add the next round, with windows by the number of the peer; whatever reports and decisions it carries."""
+        """Add the next round, with windows by the number of the peer; whatever it carries and voids."""
         round_ = Round(len(self.certificates))
         identities = sorted((peer(n) for n in work), key=lambda i: i.key)
         windows = {peer(n).key: w for n, w in work.items()}
@@ -152,6 +152,7 @@ class ChainMaker:
         body = RoundRecord(
             self.run, round_, self.head, state(round_), attempt, tuple(headers), carried, self._weights(headers),
             tuple(sorted(reports, key=report_place)), tuple(sorted(decisions, key=lambda d: (d.record, d.author))),
+            voided=voided,
         )  # fmt: skip
         record = KeySigner(identities[0]).sign(body)
         votes = tuple(KeySigner(i).sign(Vote(self.run, round_, record.digest)) for i in identities)
@@ -327,5 +328,6 @@ def overview(round_: int, peers: dict[int, tuple[str, int]]) -> Overview:
     )  # fmt: skip
     nothing = Digest(bytes(32))
     return Overview(
-        "", "", "healthy", "", round_, nothing, nothing, 0, 0, 0, 0.0, None, len(views), views, (), 0, 0, None, "", None
+        "", "", "healthy", "", round_, nothing, nothing, 0, 0, 0, 0, 0.0, None, len(views), views, (), 0, 0, None, "",
+        None,
     )  # fmt: skip

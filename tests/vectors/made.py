@@ -211,6 +211,7 @@ JUDGED = KeySigner(PEERS[1]).sign(
     dataclasses.replace(
         SECOND.record.body, updates=SECOND.record.body.updates[1:2], reports=REPORTS,
         decisions=(AuditDecision(FIRST.digest, PEERS[0].key, True, (PEERS[3].key,)),),
+        voided=7,
     )
 )  # fmt: skip
 """It carries two reports, and a decision that they alone would not make: that is for the chain to check."""
@@ -793,7 +794,10 @@ def _tree(
             rollback = Rollback(1, parent, chain.height(parent), digest("state"))
             directive = FakeSigner(OWNER.key).sign(Directive(RUN, i, rollback=rollback))
         weights = chain.weights(parent, updates)
-        body = RoundRecord(RUN, chain.height(parent), parent, digest("state"), 0, tuple(updates), directive, weights)
+        body = RoundRecord(
+            RUN, chain.height(parent), parent, digest("state"), 0, tuple(updates), directive, weights,
+            voided=chain.voided(parent, directive, ()),
+        )  # fmt: skip
         voters = some[: quorum(len(some)) + next(drawn) % (len(some) - quorum(len(some)) + 1)]
         added = certificate(FakeSigner(some[0]).sign(body), voters)
         chain.add(added)

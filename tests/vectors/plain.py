@@ -582,7 +582,16 @@ class Tree:
                 self.gone.add(at)
 
     def weight(self, node: int) -> int:
-        return sum(sum(self.records[at]["weighed"]) for at in self.path(node))
+        path, void, total = self.path(node), set[tuple[int, int]](), 0
+        for round_, at in enumerate(path):
+            total += sum(self.records[at]["weighed"])
+            for named, key in self.records[at]["verdicts"]:
+                in_time = named in path and 0 < round_ - path.index(named) <= self.case["hold_rounds"]
+                authors = self.records[named]["authors"]
+                if in_time and key in authors and (named, key) not in void:
+                    void.add((named, key))
+                    total -= self.records[named]["weighed"][authors.index(key)]
+        return total
 
     def stakes(self, node: int) -> list[int]:
         """Return each key's stake in the round after a record."""

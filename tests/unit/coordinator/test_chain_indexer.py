@@ -358,6 +358,21 @@ async def test_the_last_rounds_of_a_run_that_is_over_become_final(tmp_path):
         assert not f.open and not f.pending
 
 
+async def test_a_run_is_over_when_it_has_its_tokens_without_voided_ones(tmp_path):
+    swarm, window = FakeSwarm(make_spec(total_tokens=5 * 1300 * SPEC.data.window)), SPEC.data.window
+    async with following(swarm, tmp_path) as (f, until):
+        rounds(swarm, 1)
+        rounds(swarm, 1, voided=1000)
+        rounds(swarm, 3)
+        await until(lambda: f.head and f.head[0] == 4)
+        assert f.progress == 5500 * window and f.points()[-1].tokens == 6500 * window
+        rounds(swarm, DEPTH)
+        await until(lambda: f.posted and f.posted[0] == DEPTH + 4)
+        assert f.history.progress == f.progress == (1300 * (5 + DEPTH) - 1000) * window
+    async with following(swarm, tmp_path) as (f, until):
+        assert f.progress == (1300 * (5 + DEPTH) - 1000) * window
+
+
 # -- settling, verdicts, rollback -------------------------------------------------------------------------------
 
 HOLDING = make_spec(credit={"hold_rounds": 2})

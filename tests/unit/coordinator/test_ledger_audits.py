@@ -100,6 +100,18 @@ def test_a_line_names_the_conviction_or_the_verdict_that_voids_it(story):
     assert by_round[named.record.body.round] == "by the owner's verdict that round 4 carries"
 
 
+def test_the_tokens_that_a_record_voids_are_read_back_and_do_not_count_for_the_run(story):
+    story.round()
+    story.round({1: 100, 2: 100}, voided=100)
+    assert [r.voided_tokens for r in story.ledger.rounds()] == [0, 100 * SPEC.data.window_tokens]
+    assert [c.progress for c in story.ledger.round_credits()] == [
+        400 * SPEC.data.window_tokens,
+        RULE.window_tokens * 100,
+    ]
+    story.reopen()
+    assert story.ledger.read_fold(SPEC.run_id).tokens == 500 * SPEC.data.window_tokens
+
+
 def test_reports_without_a_decision_are_deleted_once_their_update_has_settled(story):
     audited = story.round()
     story.round(reports=[story.chain.report(audited, LIAR, 1, Score("signs", 0.7, 0.97))])

@@ -20,7 +20,7 @@ from protocol.report_rule import drawn_reporters
 from protocol.rounds import report_pool
 from protocol.rounds.report_pool import ReportPool
 from tests.simulation.signer import FakeSigner, certificate
-from tests.support.audited_branch import HOLD, LIAR, OTHERS, Branch, accused, report, update_of
+from tests.support.audited_branch import HOLD, LIAR, OTHERS, WINDOWS, Branch, accused, report, update_of
 from tests.support.empty_chain import OWNER, RUN, STATE
 
 
@@ -70,6 +70,7 @@ def test_reports_by_most_of_the_stake_convict_and_the_convicted_lose_everything(
     balance = fold.balances[LIAR]
     assert (balance.pending.rounds, balance.voided.rounds) == (0, HOLD) and balance.settled.rounds > 0
     assert fold.balances[OTHERS[0]].voided.rounds == 0
+    assert fold.tokens == 16 * chain.weight(chain.head)
 
 
 def test_stake_of_keys_that_left_neither_audits_nor_judges():
@@ -188,6 +189,22 @@ def test_a_record_states_exactly_the_decisions_that_follow(branch):
         assert "other decisions" in refusal(branch, branch.record(*told, decisions=wrong))
     invented = (AuditDecision(record.digest, LIAR, True),)
     assert "other decisions" in refusal(branch, branch.record(decisions=invented))
+
+
+def test_a_conviction_gives_back_what_its_author_had_pending_and_a_record_says_how_much(branch):
+    chain = branch.chain
+    record, _, jurors = accused(branch)
+    before, made = chain.weight(chain.head), branch.record(*(report(record, key) for key in jurors))
+    pending = HOLD * WINDOWS
+    assert made.record.body.voided == pending
+    for wrong in (0, pending - 1, pending + 1):
+        body = replace(made.record.body, voided=wrong)
+        told = certificate(FakeSigner(made.record.author).sign(body), body.contributors)
+        assert "does not void" in refusal(branch, told)
+    assert chain.add(made) and chain.weight(chain.head) == before + len(OTHERS) * WINDOWS - pending
+    with_more = replace(branch.record().record.body, voided=1)
+    told = certificate(FakeSigner(OTHERS[0]).sign(with_more), with_more.contributors)
+    assert "does not void" in refusal(branch, told)
 
 
 def test_the_convicted_are_in_no_record_while_they_are_barred(branch):

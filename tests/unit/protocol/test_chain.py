@@ -47,7 +47,8 @@ def make(
     author = KEYS[min(claims)] if by is None else by
     weights = () if chain is None else chain.weights(parent, updates)
     signed = None if directive is None else OWNER.sign(directive)
-    body = RoundRecord(run, Round(number), parent, state, 0, tuple(updates), signed, weights)
+    voided = 0 if chain is None else chain.voided(parent, signed, ())
+    body = RoundRecord(run, Round(number), parent, state, 0, tuple(updates), signed, weights, voided=voided)
     record = FakeSigner(author).sign(body)
     return certificate(
         record,

@@ -115,7 +115,8 @@ def after(chain: Chain, parent: Digest, claims: dict[int, int], *, carry=None, e
         header = UpdateHeader(RUN, number, parent, state, first, first, first + windows, 1, blob, 9, 1.0, b"", epoch)
         updates.append(FakeSigner(KEYS[i]).sign(header))
     weights = chain.weights(parent, updates)
-    body = RoundRecord(RUN, number, parent, state, 0, tuple(updates), carry, weights)
+    voided = chain.voided(parent, carry, ())
+    body = RoundRecord(RUN, number, parent, state, 0, tuple(updates), carry, weights, voided=voided)
     return certificate(FakeSigner(KEYS[min(claims)]).sign(body), [KEYS[i] for i in claims])
 
 
