@@ -15,9 +15,9 @@ JSON keys:
   runs: a list, each with attack (null: all honest), hostile, defences, established, seed; loss (validation, nats a
     token), loss_ratio (to the honest run of 16, same seed), ended (why it broke, or null), rounds (to the run's end),
     rounds_audited, named_after (rounds from the first fake to the conviction of each hostile peer), honest_convicted,
-    honest_updates, refuted (auditors), fakes_accepted, fakes_credited (updates), audit_share, replay_share (of the
-    honest peers' training), screen_share (CPU time of screens, of all training's), cpu_seconds,
-    commit
+    honest_updates, refuted (auditors), fakes_accepted, fakes_credited (updates), updates_voided (of the
+    hostile, honest ones also), audit_share, replay_share (of the honest peers' training), screen_share (CPU time of
+    screens, of all training's), cpu_seconds, commit
   goals: a list of goal, value, met
 """
 
@@ -36,7 +36,7 @@ import torch
 
 from benchmarks import report
 from benchmarks.adversaries import honest, swarm
-from benchmarks.adversaries.lineup import ABSENT, ATTACKS, DEFENCES, NAMED_WITHIN, SMALL, SWARM, TINY
+from benchmarks.adversaries.lineup import ABSENT, ATTACKS, DEFENCES, NAMED_WITHIN, SAVES, SMALL, SWARM, TINY
 from benchmarks.adversaries.swarm import Scenario
 from protocol.audits import LOSS_CHECK_PASSES, TRAINED_WINDOW_PASSES, WINDOWS_COMPARED
 
@@ -132,6 +132,9 @@ def goals(results: Mapping[str, Any]) -> list[dict[str, Any]]:
             )
             fakes, credited = (sum(r[k] for r in of_it) for k in ("fakes_accepted", "fakes_credited"))
             goal(f"{attack}: no fake keeps its credit", f"{credited} of {fakes}", credited == 0)
+    for attack, saved, voided in gains(results):
+        told = f"{voided / saved:.2g} voided for each saved"
+        goal(f"{attack}: voids more updates of the hostile than it saves them", told, voided > saved)
     honest_runs = [r for r in runs if r["attack"] is None]
     if honest_runs:
         share = mean(map(_share_for_large_updates, honest_runs))
@@ -184,6 +187,20 @@ def _told(harm: Mapping[str, float]) -> str:
 def attacked(results: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the runs under attack with all defences."""
     return [r for r in results["runs"] if r["defences"] == "all" and r["attack"] not in (None, ABSENT)]
+
+
+def gains(results: Mapping[str, Any]) -> Iterator[tuple[str, float, int]]:
+    """Yield each attack that saves work, with the updates of training that it saved, and those that were voided."""
+    for attack, share in SAVES.items():
+        runs = [r for r in attacked(results) if r["attack"] == attack and "updates_voided" in r]
+        if runs:
+            yield attack, share * total(runs, "fakes_accepted"), total(runs, "updates_voided")
+
+
+def show_gains(results: Mapping[str, Any]) -> str:
+    """Return the table of what attacks save the hostile, and what they void for them."""
+    rows = [[attack, f"{saved:g}", voided, f"{voided / saved:.2g}"] for attack, saved, voided in gains(results)]
+    return report.table(["attack", "updates of work saved", "updates voided", "voided for each saved"], rows)
 
 
 def by_todays_score(results: Mapping[str, Any]) -> int:

@@ -63,6 +63,11 @@ ATTACKS = {
 }
 """The updates that hostile peers send."""
 
+SAVES = {
+    "noise": 1.0, "copy": 1.0, "resend": 1.0, "clone": 1.0, "half": 0.5, "half, spread": 0.5, "turns": 0.5,
+}  # fmt: skip
+"""The part of its training that a fake update saves its author, for attacks that save some."""
+
 ABSENT = "absent"
 """Instead of an attack: the hostile peers are not there."""
 HOLD_ROUNDS = 32

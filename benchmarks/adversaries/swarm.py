@@ -345,6 +345,7 @@ def measured(scenario: Scenario) -> dict[str, Any]:
         "named_after": sorted(n - swarm.first_fake[k] for k, n in swarm.named.items()),
         "honest_convicted": len(swarm.wronged), "honest_updates": honest_updates,
         "refuted": len(swarm.refuted), "fakes_accepted": len(accepted), "fakes_credited": len(kept),
+        "updates_voided": sum(key in swarm.hostile for _, key in branch.voided),
         "audit_share": (work["loss"] + work["replay"]) / max(1.0, work["trained"]),
         "replay_share": work["replay"] / max(1.0, work["trained"]),
         "screen_share": swarm.seconds["screens"] / swarm.seconds["trained"],

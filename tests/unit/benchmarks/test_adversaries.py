@@ -74,6 +74,7 @@ def row(scenario: Scenario, defences: str = "all", **changes: Any) -> dict[str, 
     usual = {
         "loss": 4.0, "ended": None, "rounds": 20, "rounds_audited": 20, "named_after": [3] * scenario.hostile,
         "honest_convicted": 0, "honest_updates": 100, "refuted": 0, "fakes_accepted": 9, "fakes_credited": 0,
+        "updates_voided": 10,
         "audit_share": 0.04, "replay_share": 0.03, "screen_share": 0.01,
     }  # fmt: skip
     if scenario.attack in ("", ABSENT):
@@ -107,7 +108,7 @@ def test_goals_are_met_by_what_meets_them():
 @pytest.mark.parametrize(
     "changes",
     [{"loss": 4.3}, {"loss": None}, {"named_after": [31] * 7}, {"named_after": []}, {"fakes_credited": 1},
-     {"honest_convicted": 1}, {"failed": 3}],
+     {"updates_voided": 0}, {"honest_convicted": 1}, {"failed": 3}],
 )  # fmt: skip
 def test_each_goal_can_be_missed(changes: dict[str, Any]):
     assert not all(goal["met"] for goal in adversaries.goals(results(**changes)))
