@@ -188,7 +188,7 @@ class _Swarm:
             family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
             yield family(name.removesuffix("_total"), what, value=value)
         text = "Tokens accepted by the chain, also those that were voided later."
-        yield CounterMetricFamily("cairn_tokens", text, value=o.accepted_tokens)
+        yield CounterMetricFamily("cairn_tokens", text, value=o.tokens_with_voided)
         yield _by("cairn_state", "1 for the state that the swarm is in.", "state",
                   {h: float(h == o.health) for h in dict.fromkeys([*HEALTHS, o.health])})  # fmt: skip
         phases = CountOf(p.phase for p in o.peers)

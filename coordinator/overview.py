@@ -73,7 +73,7 @@ class Overview:
     """Everything that is shown.
 
     `round` is the one being trained; `state` is the newest state digest that the chain names, or the archived last one
-    of a run that is over or paused. `accepted_tokens` are `tokens` and those that were voided later.
+    of a run that is over or paused. `tokens_with_voided` are `tokens` and those that were voided later.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Overview:
     state: Digest
     state_round: int
     tokens: int
-    accepted_tokens: int
+    tokens_with_voided: int
     total_tokens: int
     tokens_per_second: float
     loss: float | None
@@ -178,7 +178,7 @@ class OverviewBuilder:
             state=state,
             state_round=state_round,
             tokens=tokens,
-            accepted_tokens=points[-1].tokens if points else 0,
+            tokens_with_voided=points[-1].tokens if points else 0,
             total_tokens=spec.total_tokens,
             tokens_per_second=rate,
             loss=loss,

@@ -10,7 +10,7 @@ most stake behind it. Stake is measured at the parent, which both sides know, so
 counts once, where its newest message is, however many records it signs (LMD-GHOST: Sompolinsky and Zohar 2015, Buterin
 et al. 2020, arXiv 2003.03052). Of one key's messages the one whose windows end later is newer: its count of windows
 never restarts, whichever branch it is on. Heights would not do: a key that left a longer branch would still count
-there. Ties: more keys, then more windows, then the smaller digest.
+there. Ties: more keys, then more weight, then the smaller digest.
 
 In names the root is at the top: `above` are ancestors.
 
@@ -61,6 +61,7 @@ from protocol.messages import (
 from protocol.rebase_rule import rebase_refusal
 from protocol.record_node import RecordNode, note_message
 from protocol.reduce_plan import GATHER, ReducePlan
+from protocol.spec import is_total_reached
 from protocol.stake import STAKE_ROUNDS, StakeRule, is_majority
 from protocol.update_weights import weigh
 
@@ -91,6 +92,9 @@ class ChainLimits:
     reduce_plan: ReducePlan = GATHER
     window_tokens: int = 1
     """Tokens that one window counts as: directives speak of tokens."""
+
+    total_windows: int = 0
+    """The run's: no record follows one with this weight. 0: it has no end."""
 
     stake: StakeRule = StakeRule()
     audit: AuditRule = AuditRule()
@@ -470,6 +474,8 @@ class Chain:
         parent, rollback = self._node(record.parent), self.rollback
         if rollback is not None and parent.digest == rollback.record and not starts_rollback_branch(record, rollback):
             return "the run's owner has rolled the run back to before it"
+        if is_total_reached(self.limits.total_windows, parent.weight):
+            return "the run has all its tokens before it"
         windows, members = self.limits.round_limits(parent.directives)
         if len(record.updates) > members:
             return "it has more contributors than the run's max_members"

@@ -147,10 +147,12 @@ def goals(results: Mapping[str, Any]) -> list[dict[str, Any]]:
         beside = [r for r in beside if r["seed"] in seeds]
         if without and beside:
             harm, usual = _harm(without), _harm(beside)
+            succeeds = harm["loss_ratio"] > 1.05 or harm["fakes_credited"] > 0
+            does_more = any(harm[what] > usual[what] for what in ("loss_ratio", "fakes_credited"))
             goal(
-                f"{name}: {attack} does more harm than beside {other}",
+                f"{name}: {attack} succeeds, and does more harm than beside {other}",
                 f"{_told(harm)}; beside {other}: {_told(usual)}",
-                any(h > u for h, u in zip(harm.values(), usual.values(), strict=True)),
+                succeeds and does_more,
             )
     return found
 
@@ -193,8 +195,8 @@ def gains(results: Mapping[str, Any]) -> Iterator[tuple[str, float, int]]:
     """Yield each attack that saves work, with the updates of training that it saved, and those that were voided."""
     for attack, share in SAVES.items():
         runs = [r for r in attacked(results) if r["attack"] == attack and "updates_voided" in r]
-        if runs:
-            yield attack, share * total(runs, "fakes_accepted"), total(runs, "updates_voided")
+        if fakes := total(runs, "fakes_accepted"):
+            yield attack, share * fakes, total(runs, "updates_voided")
 
 
 def show_gains(results: Mapping[str, Any]) -> str:

@@ -34,8 +34,9 @@ def judge(spec: RunSpec, shards: list[Path], before: Path, after: Path, prompt: 
 
 @dataclass(frozen=True)
 class LossPoint:
-    """The training loss at a number of accepted tokens."""
+    """The training loss of a round, and the tokens accepted up to its end, also those that were voided later."""
 
+    round: int
     tokens: int
     loss: float
 
@@ -47,13 +48,14 @@ def loss_curve(page: str) -> list[LossPoint]:
             charts = json.loads(reply.read(10_000_000))
     except (OSError, ValueError) as e:
         raise CairnError(f"the coordinator's page at {page} does not answer: {e}") from None
-    return [LossPoint(int(t), float(x)) for t, x in zip(charts["tokens"], charts["loss"], strict=True) if x is not None]
+    columns = zip(charts["rounds"], charts["tokens"], charts["loss"], strict=True)
+    return [LossPoint(int(r), int(t), float(x)) for r, t, x in columns if x is not None]
 
 
 def plot(curve: list[LossPoint], judged: Judged, file: Path, events: list[tuple[int, str]]) -> str:
     """Draw the loss by accepted tokens as a PNG. Return the reason if that cannot be done, else nothing.
 
-    `events` are pairs of accepted tokens and a label.
+    `events` are pairs of a round, at whose start it is drawn, and a label.
     """
     try:
         import matplotlib
@@ -67,7 +69,8 @@ def plot(curve: list[LossPoint], judged: Judged, file: Path, events: list[tuple[
     if curve:
         ends = [0, curve[-1].tokens / 1e3]
         axes.plot(ends, [judged.before, judged.after], "o", color="#c92a2a", label="held-out loss")
-    for tokens, what in events:
+    for round_, what in events:
+        tokens = max((p.tokens for p in curve if p.round < round_), default=0)
         axes.axvline(tokens / 1e3, color="#868e96", linewidth=0.8, linestyle="--")
         axes.annotate(
             what, (tokens / 1e3, axes.get_ylim()[1]), rotation=90, va="top", ha="right", fontsize=8, color="#495057"

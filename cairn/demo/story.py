@@ -245,11 +245,11 @@ def _intervene(demo: Demo, status: SwarmStatus, processes: list[Process]) -> Non
     if share >= KILL_AT and not demo.killed:
         demo.peers[KILLED].kill()
         demo.killed = True
-        demo.events.append((status.tokens, f"{KILLED} killed"))
+        demo.events.append((status.round, f"{KILLED} killed"))
         demo.screen.say(f"{KILLED} is killed with SIGKILL in round {status.round}; the others go on", "red")
     if share >= LATE_AT and LATE not in demo.peers:
         _join(demo, LATE, processes)
-        demo.events.append((status.tokens, f"{LATE} joins"))
+        demo.events.append((status.round, f"{LATE} joins"))
         demo.screen.say(f"{LATE} joins late, in round {status.round}: checkpoint and replay, then training", "green")
 
 
@@ -259,7 +259,7 @@ def _let_liars_join(demo: Demo, status: SwarmStatus, processes: list[Process]) -
     for name in demo.liars:
         if name not in demo.peers:
             _join_liar(demo, name, processes)
-            demo.events.append((status.tokens, f"{name} joins"))
+            demo.events.append((status.round, f"{name} joins"))
             demo.screen.say(f"{name} joins in round {status.round}: it {LIES[LIARS[name]]}", "yellow")
 
 
@@ -269,7 +269,7 @@ def _tell_convictions(demo: Demo, status: SwarmStatus, trail: AuditTrail) -> Non
         if conviction.author not in demo.convicted:
             demo.convicted.add(conviction.author)
             name = names.get(conviction.author, conviction.author.short)
-            demo.events.append((status.tokens, f"{name} convicted"))
+            demo.events.append((status.round, f"{name} convicted"))
             demo.screen.say(f"{name} is convicted in round {conviction.decided_round}: {_reason(conviction)}", "green")
 
 

@@ -176,7 +176,8 @@ class Ledger(LedgerQueries):
                 f"{credits.record.short}: a final was reverted. Credits stand as they are; keep {self.where} and find "
                 "out who signed two finals with the run's key before going on"
             )
-        if self.round_credits(after=credits.round - 1, limit=1)[0].lines != credits.lines:
+        held = self.round_credits(after=credits.round - 1, limit=1)[0]
+        if (held.lines, held.voided_tokens) != (credits.lines, credits.voided_tokens):
             raise LedgerConflictError(
                 f"the ledger's lines for round {credits.round} are not what record {record.short} earns: the "
                 f"model's parameters or the credit rule are not those of this run, or {self.where} was altered"

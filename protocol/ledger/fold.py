@@ -143,7 +143,7 @@ class CreditFold:
         rollback = credits.rollback
         if rollback is not None and rollback.epoch > self.epoch and rollback.record == credits.parent != self.tip:
             self._check_rollback(rollback)
-            self._check_lines(credits)
+            self._check_lines(credits, self._tokens[rollback.round - 1] if rollback.round else 0)
             self.roll_back(rollback)
         self._check(credits)
         voided = self._void(credits)
@@ -201,10 +201,13 @@ class CreditFold:
             )
         if credits.record in self._reverted:
             raise LedgerRuleError(f"record {credits.record.short} was rolled back, and its credit was issued then")
-        self._check_lines(credits)
+        self._check_lines(credits, self.tokens)
 
-    def _check_lines(self, credits: RoundCredits) -> None:
+    def _check_lines(self, credits: RoundCredits, tokens: int) -> None:
+        """Check amounts; `tokens` are those of the branch that they follow."""
         lines = credits.lines
+        if not 0 <= tokens + credits.progress < 2**63:
+            raise LedgerRuleError(f"round {credits.round} voids more tokens than its branch has, or adds too many")
         if not lines:
             raise LedgerRuleError(f"round {credits.round} has no lines: a record has a contributor at least")
         for before, line in zip((None, *lines), lines, strict=False):

@@ -26,9 +26,5 @@ class VerdictWalk:
 
     def is_voided(self, record: Digest, round_: Round, peer: PeerKey) -> bool:
         """Return whether what a peer contributed to a record (certificate digest) of a round is void."""
-        carried = self.voided_in(record, peer)
+        carried = self._carried.get((record, peer))
         return carried is not None and carried - round_ <= self._hold_rounds
-
-    def voided_in(self, record: Digest, peer: PeerKey) -> Round | None:
-        """Return the round of the oldest record passed that carries a verdict on a peer's update in a record."""
-        return self._carried.get((record, peer))

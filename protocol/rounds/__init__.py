@@ -16,7 +16,7 @@ Reading order:
     context, members, blobs   shared by the parts: members and their penalties, blobs held and requested
     branch_quarantine         branches that are not followed for a while; faults: whose fault a bad blob is
     future_messages           messages that came early; header_repair: headers that a member misses; shard_tally
-    audit_scheduler, report_pool the checks of this peer, and work reports to carry; decision_notices
+    audit_scheduler           the checks of this peer; report_pool: work reports to carry; audit_notices: for people
     rest, retention           a user's rest; the states and blobs that members keep; summary: for people
     departure                 the end of a machine's part
     machine                   all of them together

@@ -56,11 +56,11 @@ from protocol.rounds.actions import (
     StoreEpoch,
     StoreFinalization,
 )
+from protocol.rounds.audit_notices import notify_audits
 from protocol.rounds.audit_scheduler import AuditScheduler
 from protocol.rounds.chain_sync import ChainSync, JoinTimer
 from protocol.rounds.consensus import Consensus
 from protocol.rounds.context import Context
-from protocol.rounds.decision_notices import notify_decisions
 from protocol.rounds.departure import Departure
 from protocol.rounds.directive_gossip import DirectiveGossip
 from protocol.rounds.exchange import Exchange, ShardDuty
@@ -447,7 +447,7 @@ class RoundMachine:
             context.emit(StoreCertificate(certificate))
             if (newest := context.chain.finalization) is not None and newest is not final:
                 context.emit(StoreFinalization(newest, awaited=False))
-            notify_decisions(context, certificate)
+            notify_audits(context, certificate)
             self._hold_back_if_unsupported(certificate, head)
         self._close_dropped_round()
         return added

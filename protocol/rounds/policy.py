@@ -85,6 +85,7 @@ class RoundPolicy:
             max_members=self.max_members,
             reduce_plan=self.exchange,
             window_tokens=self.window_tokens,
+            total_windows=self.total_windows,
             stake=self.stake,
             audit=self.audit,
             replay_batch=self.replay_batch,

@@ -433,6 +433,7 @@ def test_decisions_are_shown_with_the_numbers_of_each_reporter_and_what_they_cos
     assert EVIL in accused and page.locator("#view img").count() == 0, "names of scores are text"
     page.locator(".audits summary").first.click()
     assert "failed ada by replay: scale 0.93, at least 0.8; signs 0.7, below 0.97" in rows.first.inner_text()
+    assert f"Repeat it: cairn audit update INVITE --round 7 --peer {peer(LIAR).key}" in rows.first.inner_text()
     before = page.evaluate("document.querySelector('.audits details').open")
     audited.act(audited.round(out=tuple(audited.barred)))
     until(page, f"document.querySelector('#message').textContent.includes('{len(audited.swarm.chain.certificates)},')")

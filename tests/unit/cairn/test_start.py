@@ -63,7 +63,7 @@ def test_without_git_the_version_says_so(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_the_demo_without_matplotlib_says_why_there_is_no_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    curve, judged = [LossPoint(1000, 5.0)], Judged(6.0, 4.0, "", "")
+    curve, judged = [LossPoint(0, 1000, 5.0)], Judged(6.0, 4.0, "", "")
     assert plot(curve, judged, tmp_path / "with.png", [(500, "ada joins")]) == ""
     assert (tmp_path / "with.png").exists()
     monkeypatch.setitem(sys.modules, "matplotlib", None)

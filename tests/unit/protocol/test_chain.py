@@ -439,6 +439,18 @@ def test_a_verdict_takes_the_backlog_and_the_weight_of_what_it_voids_but_one_tha
     assert weighed == ([8, 16, 32, 64, 11, 1, 1, 1, 1] if late else [8, 16, 32, 1, 1, 1, 1, 1, 1])
 
 
+def test_nothing_follows_a_record_with_the_runs_total():
+    chain = new(total_windows=20)
+    first = make(chain.genesis, 0, {0: (0, 9), 1: (0, 9)}, chain=chain)
+    assert chain.add(first)
+    last = make(first.digest, 1, {0: (9, 10), 1: (9, 10)}, chain=chain)
+    assert chain.add(last) and chain.weight(last.digest) == 20
+    with pytest.raises(ChainError, match="has all its tokens"):
+        chain.add(make(last.digest, 2, {0: (10, 11), 1: (10, 11)}, chain=chain))
+    other = make(first.digest, 1, {0: (9, 14), 1: (9, 10)}, chain=chain)
+    assert chain.add(other), "another last record may come"
+
+
 def test_an_honest_author_grows_again_from_a_newcomers_weight_after_a_verdict_that_directives_repeat():
     chain = new(stake=StakeRule(3))
     parent, ends, records, weighed = chain.genesis, [0, 0], [], []

@@ -154,6 +154,21 @@ def test_what_does_not_follow_is_refused_and_changes_nothing():
     fold.add(rounds[1])
 
 
+def test_a_record_that_voids_more_than_its_branch_has_is_refused_also_behind_a_rollback():
+    story = Story()
+    for _ in range(3):
+        story.round({0: 40})
+    fold = fold_of(story.posted)
+    story.roll_back(1)
+    branch = SPEC.data.window_tokens * 40
+    wrong = replace(story.round({0: 40}), voided_tokens=2 * branch + 1)
+    with pytest.raises(LedgerRuleError, match="voids more tokens"):
+        fold.add(wrong)
+    assert (fold.rounds, fold.epoch) == (3, 0)
+    fold.add(replace(wrong, voided_tokens=2 * branch))
+    assert (fold.rounds, fold.epoch, fold.tokens) == (2, 1, 0)
+
+
 @pytest.mark.parametrize("after", [1, 2, 3])
 def test_a_walk_down_the_branch_finds_the_verdicts_that_the_fold_counts(after: int):
     story = Story()
@@ -201,6 +216,6 @@ def test_a_fold_is_what_a_model_of_a_few_lines_says_and_goes_on_from_any_state(s
         assert fold.balances == expected
         fold = CreditFold.restored(
             spec.run_id, rule, count=fold.count, epoch=fold.epoch, pending=fold.pending, balances=fold.balances,
-            branch=((c.digest, credits_of(c, rule).tokens) for c in story.maker.certificates),
+            branch=((c.digest, credits_of(c, rule).progress) for c in story.maker.certificates),
             reverted={c.record for c in story.posted} - {c.digest for c in story.maker.certificates},
         )  # fmt: skip

@@ -24,6 +24,7 @@ function reportRow(r) {
 // Each reporter with its numbers; long lists are folded.
 export function reports(c) {
   const list = el("ul", { class: "reports" }, ...c.reports.map(reportRow));
+  list.append(el("li", { class: "repeat" }, "Repeat it: ", el("code", {}, `cairn audit update INVITE --round ${c.round} --peer ${c.peer}`)));
   if (c.reports_total > c.reports.length) list.append(el("li", {}, `and ${c.reports_total - c.reports.length} more`));
   const failed = c.reports.filter((r) => !r.passed).length;
   const title = `${plural(c.reports_total, "report")}${c.reports_total === c.reports.length ? `, ${failed} failed` : ""}`;
@@ -155,6 +156,6 @@ function decidedCase(c, now) {
 function openCase(c) {
   return el("article", { class: "case", "data-verdict": "open" },
     el("p", {}, outcome(c), ": its update of round ", roundLink(c.round), " failed a check, and nothing is decided: ", summary(c), `. Next: ${undecidedReason(c)}.`),
-    el("p", {}, el("strong", {}, "What its volunteer can do: "), "keep it running. Less than half of a jury's stake convicts nobody, so honest work has nothing to fear from one wrong report. If it becomes two, write to the run's owner before there is a decision: the owner may report too, and a decision stands."),
+    el("p", {}, el("strong", {}, "What its volunteer can do: "), "keep it running. Less than half of a jury's stake convicts nobody, so honest work has nothing to fear from one wrong report. If it becomes two, a jury trains the update again: more than half of its stake must find the failure, too. The command below shows what this machine finds."),
     reports(c));
 }

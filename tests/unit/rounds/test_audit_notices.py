@@ -1,4 +1,4 @@
-"""Notices of decisions: the convicted and the refuted are given the numbers, what they lose, and what to do."""
+"""Notices of audits: who is accused, convicted or refuted reads the numbers, what it loses, and what to do."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from protocol.audit_findings import describe_failures, failed_reports, failed_sc
 from protocol.ids import Digest, PeerKey, Round, sha256
 from protocol.messages import AuditCheck, Score, WorkReport
 from protocol.rounds.actions import Notice
+from protocol.rounds.audit_notices import notify_audits
 from protocol.rounds.context import Context
-from protocol.rounds.decision_notices import notify_decisions
 from protocol.rounds.policy import RoundPolicy
 from protocol.stake import StakeRule
 from tests.simulation.signer import FakeSigner
@@ -22,7 +22,7 @@ ONE, TWO = (PeerKey(sha256(name)) for name in (b"one", b"two"))
 def notices(branch: Branch, me: PeerKey) -> list[Notice]:
     policy = RoundPolicy(100, 100, stake=StakeRule(HOLD))
     context = Context(policy, RUN, FakeSigner(me), branch.chain, False, True, lambda size: True, 0.0)
-    notify_decisions(context, branch.chain.certificate(branch.chain.head))
+    notify_audits(context, branch.chain.certificate(branch.chain.head))
     return [a for a in context.actions if isinstance(a, Notice)]
 
 
@@ -41,9 +41,22 @@ def test_the_convicted_reads_the_numbers_how_long_it_rests_and_what_it_can_do(co
     for said in (
         "THIS PEER IS CONVICTED: its update of round 6 was not trained as it claims: the replays of 5 peers",
         "found warm 0 where 0.5 is needed", f"barred until round {until}, and then trains again", "leave it running",
-        "write to the run's owner",
+        f"repeat the check (cairn audit update INVITE --round 6 --peer {LIAR})", "write to the run's owner",
     ):  # fmt: skip
         assert said in notice.text, said
+
+
+def test_the_accused_reads_who_found_what_and_how_to_repeat_it_and_nobody_else_does():
+    branch = Branch()
+    _, accusers, _ = accused(branch)
+    (notice,) = notices(branch, LIAR)
+    assert (notice.level, notice.kind, notice.about) == ("warning", "accused", LIAR)
+    for said in (
+        "this peer's update of round 6 is accused, and nothing is decided: the replays of 2 peers", accusers[0].short,
+        "found warm 0 where 0.5 is needed", f"cairn audit update INVITE --round 6 --peer {LIAR}",
+    ):  # fmt: skip
+        assert said in notice.text, said
+    assert notices(branch, OTHERS[0]) == []
 
 
 def test_others_read_who_was_convicted_and_a_record_without_decisions_is_no_news(convicted):

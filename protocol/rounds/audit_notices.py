@@ -1,15 +1,16 @@
-"""Notices about decisions of audits: who is convicted, acquitted or refuted by which measurements, and what to do."""
+"""Notices about audits: who is accused, convicted, acquitted or refuted by which measurements, and what to do."""
 
 from __future__ import annotations
 
 from itertools import islice
 
 from protocol.audit_findings import Attributed, describe_failures, describe_replays, describe_scores, reports_behind
+from protocol.ids import Digest, Round
 from protocol.messages import AuditDecision, Certificate
 from protocol.rounds.context import Context
 
 
-def notify_decisions(context: Context, certificate: Certificate) -> None:
+def notify_audits(context: Context, certificate: Certificate) -> None:
     """Report the decisions that a record of the chain states: convictions, and what concerns this peer's own work."""
     chain, me = context.chain, context.me
     for decision in certificate.record.body.decisions:
@@ -23,6 +24,28 @@ def notify_decisions(context: Context, certificate: Certificate) -> None:
             context.notify("info", "acquitted", text + (f": {measured}" if measured else ""), me)
         if me in decision.refuted:
             _notify_refutation(context, certificate, decision)
+    _notify_accusations(context, certificate)
+
+
+def _notify_accusations(context: Context, certificate: Certificate) -> None:
+    """Report to this peer the failed replays of its own updates that a record carries without a decision."""
+    chain, body = context.chain, certificate.record.body
+    found: dict[Digest, list[Attributed]] = {}
+    for report in body.reports:
+        audited = report.body.record
+        if report.body.check != "replay" or report.body.passed or audited not in chain or audited == chain.root:
+            continue
+        updates = chain.certificate(audited).record.body.updates
+        if any(u.digest == report.body.update and u.author == context.me for u in updates):
+            found.setdefault(audited, []).append((report.author, report.body))
+    for audited in found.keys() - {d.record for d in body.decisions if d.author == context.me}:
+        number = chain.certificate(audited).record.body.round
+        text = (
+            f"this peer's update of round {number} is accused, and nothing is decided: "
+            f"{describe_failures(found[audited])}. When two auditors accuse, a jury trains it again. See what this "
+            f"machine finds: cairn audit update INVITE --round {number} --peer {context.me}"
+        )
+        context.notify("warning", "accused", text, context.me)
 
 
 def _notify_conviction(context: Context, certificate: Certificate, decision: AuditDecision) -> None:
@@ -33,7 +56,8 @@ def _notify_conviction(context: Context, certificate: Certificate, decision: Aud
         text = (
             f"THIS PEER IS CONVICTED: {found}. Its stake and pending credit are lost. It is barred until round "
             f"{until}, and then trains again as a newcomer: leave it running. If it trained honestly, check its "
-            "memory, its GPU's driver and its version of Cairn, and write to the run's owner"
+            f"memory, its GPU's driver and its version of Cairn, {_repeat(context, decision)}and write to the run's "
+            "owner"
         )
         context.notify("error", "convicted", text, key)
     else:
@@ -66,7 +90,21 @@ def _reports(context: Context, certificate: Certificate, decision: AuditDecision
     return reports_behind(decision, (chain.certificate(record) for record in branch if record != chain.root))
 
 
-def _update(context: Context, decision: AuditDecision) -> str:
+def _round(context: Context, decision: AuditDecision) -> Round | None:
+    """Return the round of the audited record; None if it is not in memory."""
     chain = context.chain
     known = decision.record in chain and decision.record != chain.root
-    return f"update of round {chain.certificate(decision.record).record.body.round}" if known else "update"
+    return chain.certificate(decision.record).record.body.round if known else None
+
+
+def _update(context: Context, decision: AuditDecision) -> str:
+    round_ = _round(context, decision)
+    return "update" if round_ is None else f"update of round {round_}"
+
+
+def _repeat(context: Context, decision: AuditDecision) -> str:
+    """Return the advice to repeat the check here; "" if the audited record is not in memory."""
+    round_ = _round(context, decision)
+    if round_ is None:
+        return ""
+    return f"repeat the check (cairn audit update INVITE --round {round_} --peer {decision.author}), "
