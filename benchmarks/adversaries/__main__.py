@@ -53,8 +53,6 @@ BROKEN = 100.0
 """The loss ratio of a run that broke."""
 LARGE = 640
 """Windows of the largest update whose loss checks are as rare as those of a small one."""
-AGAIN = "7025562eed8225994a602fd84d3c7d37ecd26304"
-"""The commit that judged honest updates of an earlier one again, by a new score."""
 HONEST = ((TINY, 120), (SMALL, 12))
 """Swarms of honest peers, and how many of their updates are compared."""
 
@@ -100,7 +98,7 @@ def goals(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     def goal(text: str, value: Any, met: bool) -> None:
         found.append(report.goal(text, value, met))
 
-    compared = sum(h["comparisons"] for h in results["honest"] if h.get("commit") != AGAIN)
+    compared = sum(h["comparisons"] for h in results["honest"])
     failed = sum(h["verdicts"]["failed"] for h in results["honest"])
     goal(
         "honest updates called bad: at most 1 of 10,000, of 10,000 or more",
@@ -199,17 +197,15 @@ def gains(results: Mapping[str, Any]) -> Iterator[tuple[str, float, int]]:
             yield attack, share * fakes, total(runs, "updates_voided")
 
 
+def paying(results: Mapping[str, Any]) -> list[str]:
+    """Return the attacks that saved the hostile more than was voided for them."""
+    return [attack for attack, saved, voided in gains(results) if saved >= voided]
+
+
 def show_gains(results: Mapping[str, Any]) -> str:
     """Return the table of what attacks save the hostile, and what they void for them."""
     rows = [[attack, f"{saved:g}", voided, f"{voided / saved:.2g}"] for attack, saved, voided in gains(results)]
     return report.table(["attack", "updates of work saved", "updates voided", "voided for each saved"], rows)
-
-
-def by_todays_score(results: Mapping[str, Any]) -> int:
-    """Return the honest comparisons that were made after those of AGAIN."""
-    commits = [h["commit"] for h in results["honest"]]
-    later = results["honest"][commits.index(AGAIN) + 1 :] if AGAIN in commits else results["honest"]
-    return sum(h["comparisons"] for h in later)
 
 
 def total(runs: Iterable[Mapping[str, Any]], field: str) -> int:

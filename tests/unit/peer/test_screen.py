@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from peer.auditor.job import ScreenJob
+from peer.auditor.job import SCREENED_BACK, ScreenJob
 from peer.auditor.screen import chosen_blocks, compare_blobs, compare_signs, screen, signs
 from protocol.codec import make_codec
 from protocol.layout import BLOCK, Layout, TensorShape
@@ -45,7 +45,7 @@ class Rounds:
         """Return the scores that an update of the last round fails beside five honest ones."""
         others = [u for u in self.updates[-1] if not torch.equal(u, update)]
         last = torch.stack([update, *others[: PEERS - 1]])
-        earlier = [self.updates[-1 - back] for back in (1, 2, 4)]
+        earlier = [self.updates[-1 - back] for back in SCREENED_BACK]
         return {s.name for s in compare_signs(last, earlier) if s.value < s.threshold}
 
 
