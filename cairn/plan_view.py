@@ -15,7 +15,7 @@ from coordinator.authoring.plan import (
     RunPlan,
 )
 from peer.units import byte_size, count
-from protocol.training_memory import MOST_BYTES, MOST_EIGHT_BIT
+from protocol.training_memory import LEAST_BYTES, MOST_BYTES, MOST_EIGHT_BIT
 
 
 def lines(p: RunPlan, model: str = "", *, assumed: bool = False) -> Iterator[str]:
@@ -142,7 +142,9 @@ def _costs(p: RunPlan) -> Iterator[tuple[str, ...]]:
 def _memory(p: RunPlan) -> str:
     state = MOST_BYTES * p.inputs.parameters
     if not p.inputs.frozen:
-        return f"{byte_size(state)} ({byte_size(round(MOST_EIGHT_BIT * p.inputs.parameters))} with --moments 8bit)"
+        most_rounded = byte_size(round(MOST_EIGHT_BIT * p.inputs.parameters))
+        by_muon = byte_size(LEAST_BYTES * p.inputs.parameters)
+        return f"{by_muon} to {byte_size(state)}, the more of embeddings (at most {most_rounded} with --moments 8bit)"
     base = p.inputs.frozen_bytes
     parts = f"{byte_size(base)} the frozen base, {byte_size(state)} the adapter"
     return f"{byte_size(base + state)} ({parts}; fsdp divides both among a peer's GPUs, but no base of int8 or nf4)"

@@ -11,8 +11,11 @@ from protocol.spec import InnerSpec, OuterSpec
 _WEIGHT, _GRADIENT, _MOMENT = 4, 4, 4
 """Bytes of fp32 values: what a step holds of each parameter."""
 
-MOST_BYTES = _WEIGHT + _GRADIENT + 2 * _MOMENT
-"""Bytes of a parameter that a step holds at most."""
+LEAST_BYTES = _WEIGHT + _GRADIENT + _MOMENT
+"""Bytes that a step holds of a parameter with one moment: those that Muon steps."""
+
+MOST_BYTES = LEAST_BYTES + _MOMENT
+"""Bytes of a parameter that a step holds at most: with two moments."""
 
 BLOCK = 256
 """Values of a moment in 8 bits that share an fp32 scale: those of bitsandbytes' optimizers."""

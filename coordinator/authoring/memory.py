@@ -11,15 +11,16 @@ from protocol.training_memory import model_bytes
 
 
 def training_memory(layout: Layout, config: Mapping[str, Any], inner: InnerSpec, window: int, frozen: int = 0) -> int:
-    """Estimate the bytes on one GPU: what a step holds, casts of one weight, and activations. `window`: its tokens.
+    """Estimate the bytes on one GPU: what a step holds, casts of one weight, and activations of one window.
 
-    `frozen`: bytes of a frozen base. Activations of an inner step are 34 values a token, layer and hidden unit
-    (Korthikanti et al. 2022, without attention scores) in bf16, and fp32 logits with their gradient. A config whose
-    sizes have other names counts without them.
+    A trainer splits a step until it fits, so more windows at once are faster, and not needed. `window`: its tokens.
+    `frozen`: bytes of a frozen base. Activations are 34 values a token, layer and hidden unit (Korthikanti et al. 2022,
+    without attention scores) in bf16, and fp32 logits with their gradient. A config whose sizes have other names counts
+    without them.
     """
     hidden = _size(config, "hidden_size", "n_embd")
     layers = _size(config, "num_hidden_layers", "n_layer")
-    activations = inner.batch * window * (34 * hidden * layers + 10 * _size(config, "vocab_size"))
+    activations = window * (34 * hidden * layers + 10 * _size(config, "vocab_size"))
     return frozen + model_bytes(layout, config, inner) + 6 * max(t.numel for t in layout.tensors) + activations
 
 

@@ -55,7 +55,7 @@ LR_FACTOR = 0.1
 """Factor of the learning rate for new weights: large steps would undo the training so far.
 
 Of 1.1M parameters a fifth was best, among factors of two, and a tenth 2% worse (docs/results/finetune.json). Bases that
-were trained for longer want smaller steps: not measured.
+were trained for longer want smaller steps, a tenth of these perhaps: not measured.
 """
 
 

@@ -73,7 +73,7 @@ def validate(path: Path) -> list[str]:
         f"update: {size_text(update)} ({8 * update / layout.numel:.3f} bits a parameter, {run_file.codec.kind}); each "
         "round a peer sends its own and fetches every other contributor's: with 16 peers "
         f"{size_text(15 * update)} down",
-        f"memory: about {size_text(memory)} on each GPU "
+        f"memory: {size_text(memory)} or more on each GPU, estimated for one window at a time "
         f"({size_text(state)} of it weights, gradients and moments"
         f"{f'; {size_text(frozen)} the frozen base' if frozen else ''}), and of the machine's memory "
         f"{size_text(round_bytes(layout, run_file.outer))} for the state between rounds",

@@ -1,0 +1,69 @@
+"""The cards that suffice, by the estimate that owners and volunteers read."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from coordinator.authoring.memory import training_memory
+from protocol.adapter import held_bytes
+from protocol.layout import Layout
+from protocol.model import build_model, model_layout
+from protocol.spec import AdapterSettings, InnerSpec
+from protocol.training_memory import model_bytes
+from tests.support.coordinator_fakes import make_spec
+
+INNER = make_spec().inner
+GUIDE = Path(__file__).parents[3] / "docs" / "finetuning.md"
+
+
+def llama(hidden: int, intermediate: int, layers: int, vocabulary: int, *, tied: bool) -> dict:
+    return {
+        "model_type": "llama", "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 128, "num_key_value_heads": hidden // 128, "vocab_size": vocabulary,
+        "tie_word_embeddings": tied,
+    }  # fmt: skip
+
+
+SEVEN = llama(4096, 11008, 32, 32_000, tied=False)
+TWO = llama(2048, 8192, 28, 65_536, tied=True)
+
+
+def whole(config: dict) -> Layout:
+    return model_layout(build_model(config, device="meta"))
+
+
+def with_optimizer(name: str, batch: int = 16) -> InnerSpec:
+    return INNER.model_copy(update={"optimizer": name, "batch": batch})
+
+
+def test_more_windows_in_a_step_need_no_more_memory():
+    layout = whole(TWO)
+    one, many = (training_memory(layout, TWO, with_optimizer("muon", batch), 1024) for batch in (1, 64))
+    assert one == many
+    assert training_memory(layout, TWO, with_optimizer("muon"), 2048) > one
+
+
+def test_two_billion_parameters_train_whole_on_24_gb_with_moments_in_8_bits_and_not_without():
+    layout, inner = whole(TWO), with_optimizer("muon")
+    assert 1.9e9 < layout.numel < 2.2e9
+    usual = training_memory(layout, TWO, inner, 1024)
+    saved = model_bytes(layout, TWO, inner) - model_bytes(layout, TWO, inner, eight_bit=True)
+    assert usual > 24e9 > usual - saved
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "nf4", "int8"])
+def test_an_adapter_of_seven_billion_parameters_trains_on_16_gb_in_fewer_bits(dtype: str):
+    base = held_bytes(SEVEN, AdapterSettings(rank=16, alpha=32, dtype=dtype), "cuda")
+    row = next(line for line in GUIDE.read_text().splitlines() if "a base of 7B" in line)
+    (told,) = re.findall(rf"`{dtype}` ([\d.]+) GB", row)
+    assert base / 1e9 == pytest.approx(float(told), abs=0.05), "the guide's table"
+    # Two matrices of rank 16 for each of seven linear layers.
+    shapes = [(4096, 4096)] * 4 + [(11008, 4096)] * 2 + [(4096, 11008)]
+    pairs = [((16, i), (o, 16)) for o, i in shapes * 32]
+    adapter = Layout.of({f"{n:03}.{m}": shape for n, pair in enumerate(pairs) for m, shape in enumerate(pair)})
+    assert 35e6 < adapter.numel < 45e6
+    needed = training_memory(adapter, SEVEN, with_optimizer("adamw", 1), 512, base)
+    assert (needed < 16e9) == (dtype != "bfloat16")
