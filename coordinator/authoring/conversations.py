@@ -272,11 +272,20 @@ def messages_of(row: dict[str, Any], where: str) -> list[dict[str, Any]] | None:
     return [_message(message, f"{where}: message {number}") for number, message in enumerate(given, 1)]
 
 
+def _without_null(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _without_null(v) for k, v in value.items() if v is not None}
+    return [_without_null(v) for v in value] if isinstance(value, list) else value
+
+
 def _message(message: Any, where: str) -> dict[str, Any]:
-    """Return a message without fields that are null. Raises DataInputError unless it has a role and says something."""
+    """Return a message without fields that are null, also inside of it: Parquet adds them to make all rows alike.
+
+    Raises DataInputError unless it has a role and says something.
+    """
     if not isinstance(message, dict):
         raise DataInputError(f'{where} is {kind_of(message)}: write {{"role": ..., "content": ...}}')
-    kept = {k: v for k, v in message.items() if v is not None}
+    kept = _without_null(message)
     role, content = kept.get("role"), kept.get("content")
     if not isinstance(role, str) or not role:
         there = ", ".join(map(repr, list(message)[:10])) or "nothing"

@@ -187,6 +187,37 @@ def test_every_form_of_a_conversation_gives_the_same_tokens(tmp_path, kind):
     assert found.manifest.train == reference.manifest.train
 
 
+TOOLS = """
+{% for m in messages %}{{ "<|im_start|>" + m.role + "\n" }}{{ m.content or "" }}
+{%- for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}{{ "<|im_end|>\n" }}
+{%- endfor %}{% if add_generation_prompt %}{{ "<|im_start|>assistant\n" }}{% endif %}
+""".strip()
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_tool_call_is_trained_as_the_template_writes_it_and_its_answer_is_not(tmp_path, kind):
+    calls = [{"function": {"name": name, "arguments": {key: value}}} for name, key, value in
+             (("fox", "the", "quick"), ("dog", "lazy", "brown"))]  # fmt: skip
+    row = {"messages": [
+        {"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "content": "no"}, {"role": "assistant", "content": "a"},
+    ]}  # fmt: skip
+    if kind == "jsonl":
+        found = made(tmp_path, [row] * 3, template=TOOLS, window=256)
+    else:
+        base_tokenizer(tmp_path / "base", TOOLS)
+        path = tmp_path / "chats.parquet"
+        pq.write_table(pa.Table.from_pylist([row] * 3), path)  # each argument of one call is null in the other
+        found = prepare(
+            [str(path)], tmp_path / "out", tokenizer=tmp_path / "base" / "tokenizer.json", window=256,
+            conversations=ConversationTable(), base=tmp_path,
+        )  # fmt: skip
+    written = [json.dumps(call["function"]) for call in calls]
+    for whole, learnt in documents_of(found):
+        assert all(f"<call>{text}</call>" in whole for text in written) and "null" not in whole
+        assert all(text in learnt for text in written) and learnt.endswith("a<|im_end|>") and "no" not in learnt
+
+
 def test_plain_text_lies_beside_conversations_and_is_trained_whole(tmp_path):
     text = "the quick brown fox " * 60
     prepared = made(tmp_path, [{"text": text}, chat("q", "a"), {"text": "lazy"}])
