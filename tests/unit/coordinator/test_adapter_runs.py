@@ -23,8 +23,9 @@ from coordinator.authoring.resolve import ResolvedRun, resolve
 from coordinator.authoring.runfile import load_run
 from coordinator.authoring.summary import dtypes_line, size_text, validate
 from coordinator.authoring.toml_file import tomllib
+from coordinator.checkpoints import evaluation_job
 from coordinator.checkpoints.archive import Archive
-from coordinator.checkpoints.evaluation import load_adapted
+from coordinator.checkpoints.evaluation import load_adapted, measure
 from coordinator.export import ExportError
 from coordinator.model_card import Origin
 from peer.store.blobs import blob_file
@@ -32,6 +33,7 @@ from protocol.adapter import REQUIREMENT, build_adapted, held_bytes
 from protocol.codec import make_codec
 from protocol.errors import SpecError
 from protocol.identity import Identity
+from protocol.ids import Digest, sha256
 from protocol.ledger.credits import CreditRule
 from protocol.merkle import blob_digest, blob_leaves
 from protocol.model import model_layout, plain_config
@@ -294,6 +296,36 @@ def test_peft_loads_the_exported_adapter_and_it_says_the_same(
         torch.testing.assert_close(loaded(input_ids=TOKENS).logits, logits, rtol=1e-5, atol=1e-5)
     assert (before - logits).abs().max() > 0.1
     assert "PeftModel.from_pretrained" in (out / "README.md").read_text()
+
+
+def test_a_state_is_evaluated_and_continues_prompts_on_its_base(
+    base: Path, begun: ResolvedRun, learnt: Path, tmp_path: Path
+):
+    spec, digest = begun.spec, Digest(sha256(b"state"))
+    archive = Archive(tmp_path / "archive", spec, spec_envelope=begun.spec_envelope)
+    folder = archive.add(
+        learnt, begun.blobs[spec.tokenizer.name], round=1, state=digest, record=digest, tokens=1
+    ).folder
+    shard = begun.blobs[spec.data.train[0].name]
+    job = {
+        "spec": spec.canonical().decode(), "folder": str(folder), "windows": 4, "most": None, "seconds": None,
+        "shards": [str(shard)], "prompts": ["the fox"], "sample_tokens": 8, "temperature": 0.8, "seed": 1,
+        "base": str(begun.blobs[adapter_of(begun).base.name]),
+    }  # fmt: skip
+    rows: list[dict[str, Any]] = []
+    evaluation_job.evaluate(job, spec, "cpu", rows.append)
+    assert rows[0]["windows"] == 4 and [r["temperature"] for r in rows[1:]] == [0.0, 0.8]
+    assert all(r["prompt"] == "the fox" and r["text"] for r in rows[1:])
+    export_adapter(
+        learnt, spec.model.config, adapter_of(begun), begun.blobs[spec.tokenizer.name], origin(begun, learnt),
+        tmp_path / "adapter",
+    )  # fmt: skip
+    plain = stored_base(base)
+    adapted = PeftModel.from_pretrained(stored_base(base), str(tmp_path / "adapter")).eval()  # type: ignore[arg-type]
+    model = load_adapted(learnt, spec.model, begun.blobs[adapter_of(begun).base.name])
+    losses = [measure(m, spec.data, [shard], max_windows=4).loss for m in (plain, adapted, model)]
+    assert rows[0]["loss"] == pytest.approx(losses[1], rel=1e-4) and losses[2] == pytest.approx(losses[1], rel=1e-4)
+    assert abs(losses[0] - losses[1]) > 1e-3, "without the adapter it is another"
 
 
 def test_an_exported_adapter_that_names_its_base_loads_alone(base: Path, learnt: Path, logits: Tensor, tmp_path: Path):
