@@ -145,12 +145,12 @@ def goals(results: Mapping[str, Any]) -> list[dict[str, Any]]:
         beside = [r for r in beside if r["seed"] in seeds]
         if without and beside:
             harm, usual = _harm(without), _harm(beside)
-            succeeds = harm["loss_ratio"] > 1.05 or harm["fakes_credited"] > 0
-            does_more = any(harm[what] > usual[what] for what in ("loss_ratio", "fakes_credited"))
             goal(
-                f"{name}: {attack} succeeds, and does more harm than beside {other}",
+                f"{name}: {attack} ends above 1.05, keeps credit, or takes twice as long to convict",
                 f"{_told(harm)}; beside {other}: {_told(usual)}",
-                succeeds and does_more,
+                harm["loss_ratio"] > max(1.05, usual["loss_ratio"])
+                or harm["fakes_credited"] > usual["fakes_credited"]
+                or harm["mean_rounds"] >= 2 * usual["mean_rounds"],
             )
     return found
 
