@@ -38,6 +38,7 @@ from benchmarks import report
 from benchmarks.adversaries import honest, swarm
 from benchmarks.adversaries.lineup import ABSENT, ATTACKS, DEFENCES, NAMED_WITHIN, SAVES, SMALL, SWARM, TINY
 from benchmarks.adversaries.swarm import Scenario
+from benchmarks.convergence.corpus import corpus
 from protocol.audits import LOSS_CHECK_PASSES, TRAINED_WINDOW_PASSES, WINDOWS_COMPARED
 
 FOR = {
@@ -341,6 +342,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results["honest"].append(found | {"commit": results["commit"]})
             keep()
     missing = list(_missing(options.seeds, options.quick, results["runs"]))
+    if missing:
+        corpus(SWARM.vocabulary, SWARM.window)  # processes that prepare it at once would refuse each other
     with ProcessPoolExecutor(options.processes, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         for row in pool.map(_row, *zip(*missing, strict=True)) if missing else ():
             results["runs"].append(row | {"commit": results["commit"]})
