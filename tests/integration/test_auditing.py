@@ -123,9 +123,11 @@ class World:
     def now(self) -> float:
         return self.clock[0]
 
-    async def post(self, rounds: int) -> None:
-        for _ in range(rounds):
-            credits = credits_of(self.swarm.chain.add({1: 40, 2: 30, 3: 20}), RULE)
+    async def post(self, rounds: int, *, voided: int = 0) -> None:
+        """Post rounds, of which the first voids so many windows."""
+        for number in range(rounds):
+            made = self.swarm.chain.add({1: 40, 2: 30, 3: 20}, voided=0 if number else voided)
+            credits = credits_of(made, RULE)
             self.clock[0] += 61
             await self.ledger.run(lambda ledger, c=credits: ledger.post(c))
         balances = await self.ledger.read(lambda ledger: ledger.balances())
@@ -298,7 +300,7 @@ async def test_a_void_that_no_verdict_says_is_named_and_so_is_one_that_is_kept_b
         last = w.swarm.chain.certificates[-1]
         verdict = Verdict(last.digest, last.record.body.contributors[0], "too fast")
         w.swarm.chain.carry(KeySigner(OWNER).sign(Directive(SPEC.run_id, 1, verdicts=(verdict,))))
-        await w.post(3)
+        await w.post(3, voided=last.record.body.weighed[0])
         found = await w.audit()
         assert found.clean and found.report.voided > 0, result_lines(found)
         await w.falsified("UPDATE lines SET voided_by = 5 WHERE number = 4 AND line = 0")
