@@ -124,7 +124,7 @@ class World:
         return self.clock[0]
 
     async def post(self, rounds: int, *, voided: int = 0) -> None:
-        """Post rounds, of which the first voids so many windows."""
+        """Post rounds. `voided`: windows of earlier rounds that the first one voids."""
         for number in range(rounds):
             made = self.swarm.chain.add({1: 40, 2: 30, 3: 20}, voided=0 if number else voided)
             credits = credits_of(made, RULE)
