@@ -28,7 +28,8 @@ UNITS = re.compile(r"_(total|seconds|bytes|created|info)$")
 COUNTED = {
     "healthy", "state", "round", "rounds_final", "loss", "tokens_goal", "tokens_progress", "tokens_per_second", "peers",
     "peers_diverged", "peers_admitted", "round_contributors", "round_absent", "micro_credits", "chain_problem",
-    "page_viewers", "alert", "rounds_credited", "archive_states", "archive_final_round", "archive_problem", "copies_waiting",
+    "page_viewers", "alert", "rounds_credited", "archive_states", "archive_final_round", "archive_problem",
+    "copies_waiting",
 }  # fmt: skip
 """Names without a unit at the end: numbers of things."""
 
