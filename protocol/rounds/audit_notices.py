@@ -11,7 +11,7 @@ from protocol.rounds.context import Context
 
 
 def notify_audits(context: Context, certificate: Certificate) -> None:
-    """Report the decisions that a record of the chain states: convictions, and what concerns this peer's own work."""
+    """Report what a record of the chain says of audits: convictions, and what concerns this peer's own work."""
     chain, me = context.chain, context.me
     for decision in certificate.record.body.decisions:
         if certificate.digest not in chain:
@@ -38,7 +38,7 @@ def _notify_accusations(context: Context, certificate: Certificate) -> None:
         updates = chain.certificate(audited).record.body.updates
         if any(u.digest == report.body.update and u.author == context.me for u in updates):
             found.setdefault(audited, []).append((report.author, report.body))
-    for audited in found.keys() - {d.record for d in body.decisions if d.author == context.me}:
+    for audited in sorted(found.keys() - {d.record for d in body.decisions if d.author == context.me}):
         number = chain.certificate(audited).record.body.round
         text = (
             f"this peer's update of round {number} is accused, and nothing is decided: "
