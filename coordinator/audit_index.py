@@ -6,11 +6,11 @@ No credit depends on it: the fold has the decisions itself. Final records come f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from coordinator.ledger import CarriedReport, StatedDecision
+from coordinator.ledger import CarriedReport, StatedDecision, StatedPardon
 from protocol.audit_findings import describe_failures
-from protocol.audit_penalties import AuditPenalties
+from protocol.audit_penalties import AuditPenalties, AuditPenalty
 from protocol.audits import AuditRule
 from protocol.ids import Digest, PeerKey, Round
 from protocol.ledger.credits import RoundCredits
@@ -30,7 +30,9 @@ class AuditCase:
     reports: tuple[CarriedReport, ...]
     outcome: StatedDecision | None = None
     barred_until: Round = Round(0)
-    """After a conviction: the first round in which a record may list the author again."""
+    """After a conviction: the first round in which a record may list the author again, if it is not pardoned."""
+    pardoned_in: Round | None = None
+    """The round whose record carries the owner's pardon of the conviction."""
 
     @property
     def is_conviction(self) -> bool:
@@ -44,10 +46,11 @@ class AuditCase:
         """Return whom a conviction convicts of what, and until when, as one sentence for people."""
         found = self.finding(name_of)
         in_round = "" if self.outcome is None else f" in round {self.outcome.stated}"
+        pardoned = "" if self.pardoned_in is None else f"; the owner has pardoned it in round {self.pardoned_in}"
         return (
             f"peer {name_of(self.author)} ({self.author.short}) is convicted{in_round}: its update of round "
             f"{self.round} was not trained as it claims{f': {found}' if found else ''}. It is barred until round "
-            f"{self.barred_until}"
+            f"{self.barred_until}{pardoned}"
         )
 
 
@@ -95,9 +98,10 @@ class AuditIndex:
         """Return the end of the bar of a key in a round; None if it is not barred then."""
         return self.penalties.of(key).barred_until if self.penalties.is_barred(key, Round(round_)) else None
 
-    def barred(self, round_: int) -> list[PeerKey]:
-        """Return the keys that are barred in a round."""
-        return [key for key in self.penalties.by_key if self.penalties.is_barred(key, Round(round_))]
+    def bars(self, round_: int) -> list[tuple[PeerKey, AuditPenalty]]:
+        """Return the keys that are barred in a round, with their penalties, those convicted last first."""
+        found = [(k, p) for k, p in self.penalties.by_key.items() if self.penalties.is_barred(k, Round(round_))]
+        return sorted(found, key=lambda bar: (-bar[1].convicted_in, bar[0]))
 
     def conviction_of(self, key: PeerKey) -> AuditCase | None:
         """Return the newest case that convicts a key, of those that are kept."""
@@ -108,15 +112,20 @@ class AuditIndex:
         return [c for c in (*self.decided, *self.undecided) if c.author == key]
 
     def restore(
-        self, decisions: Sequence[StatedDecision], reports: Iterable[CarriedReport], recent: RecentRounds
-    ) -> None:
+        self, decisions: Sequence[StatedDecision], pardons: Sequence[StatedPardon], reports: Iterable[CarriedReport],
+        recent: RecentRounds,
+    ) -> None:  # fmt: skip
         """Take over what the ledger holds of final records, oldest first; then follow the open rounds."""
         self._penalties, self._final, self._reports = AuditPenalties(), (), []
         by_update = _grouped(reports)
-        cases = []
-        for stated in decisions:
-            self._penalties, case = self._decide(self._penalties, stated, by_update)
-            cases.append(case)
+        cases: list[AuditCase] = []
+        in_order = sorted((*pardons, *decisions), key=lambda s: s.stated)  # stable: a record's pardons come first
+        for stated in in_order:
+            if isinstance(stated, StatedPardon):
+                self._penalties = _pardon(self._penalties, stated, cases)
+            else:
+                self._penalties, case = self._decide(self._penalties, stated, by_update)
+                cases.append(case)
         self._final = tuple(cases[-MAX_DECIDED:])
         self._reports = [report for group in by_update.values() for report in group]
         self.follow(recent)
@@ -136,6 +145,8 @@ class AuditIndex:
         for credits in recent.open:
             for report in _carried(credits, recent):
                 by_update.setdefault((report.body.record, report.author), []).append(report)
+            for pardon in credits.pardons:
+                penalties = _pardon(penalties, StatedPardon(credits.round, pardon), cases)
             for decision in credits.decisions:
                 found = recent.update_of(decision.record, decision.author)
                 if found is not None:
@@ -159,6 +170,17 @@ class AuditIndex:
         until = after.of(decision.author).barred_until if decision.convicted else Round(0)
         case = AuditCase(stated.round, decision.record, stated.update, decision.author, reports, stated, until)
         return after, case
+
+
+def _pardon(penalties: AuditPenalties, stated: StatedPardon, cases: list[AuditCase]) -> AuditPenalties:
+    """Return the penalties after a pardon, and note it in the case that it is for, if it holds."""
+    after = penalties.pardoned([stated.pardon])
+    if after.of(stated.pardon.peer) != penalties.of(stated.pardon.peer):
+        for i, case in enumerate(cases):
+            is_meant = case.is_conviction and case.author == stated.pardon.peer and case.outcome is not None
+            if is_meant and case.outcome.stated == stated.pardon.round:
+                cases[i] = replace(case, pardoned_in=stated.stated)
+    return after
 
 
 def _carried(credits: RoundCredits, recent: RecentRounds) -> list[CarriedReport]:

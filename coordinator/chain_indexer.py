@@ -19,7 +19,7 @@ from coordinator.errors import LedgerConflictError, OtherFinalizationError
 from coordinator.finalizer import Finalizer
 from coordinator.history import RoundHistory
 from coordinator.indexed_chain import MAX_REMEMBERED, IndexedChain
-from coordinator.ledger import CarriedReport, Ledger, StatedDecision
+from coordinator.ledger import CarriedReport, Ledger, StatedDecision, StatedPardon
 from coordinator.ledger_thread import LedgerThread
 from coordinator.swarm import TRAINING_PHASES, SwarmView
 from coordinator.tasks import wait_at_most
@@ -178,13 +178,14 @@ class ChainIndexer:
         audits = await self._ledger.run(self._read_audits)
         self._chain.restore(last, recent, history, first_seen, balances, *audits)
 
-    def _read_audits(self, ledger: Ledger) -> tuple[list[StatedDecision], list[CarriedReport]]:
-        """Return all decisions, and the reports on pending updates and on those of the newest decisions."""
+    def _read_audits(self, ledger: Ledger) -> tuple[list[StatedDecision], list[StatedPardon], list[CarriedReport]]:
+        """Return all decisions and pardons, and the reports on pending updates and on those of the newest decisions."""
         decisions = ledger.decisions()
         since = min((d.round for d in decisions[-MAX_DECIDED:]), default=None)
         last = ledger.last()
         pending = Round(max(0, last[0] - self._rule.hold_rounds) if last else 0)
-        return decisions, ledger.work_reports(self._run, pending if since is None else min(since, pending))
+        reports = ledger.work_reports(self._run, pending if since is None else min(since, pending))
+        return decisions, ledger.pardons(), reports
 
     async def _index_forever(self) -> None:
         logged = ""
@@ -254,7 +255,8 @@ class ChainIndexer:
             some = rounds[i : min(count, i + ROUNDS_PER_TRANSACTION)]
             encoded = finalization.encoded if some[-1] is newest else None
             balances = await self._ledger.run(lambda ledger, s=some, f=encoded: self._post(ledger, s, f))
-            decided = any(c.decisions for c in some)  # only now the credit that they void is known
+            # Only now the credit that decisions void is known.
+            decided = any(c.decisions or c.pardons for c in some)
             audits = await self._ledger.run(self._read_audits) if decided else None
             # All of them, also those that the ledger has from a pass that failed after its commit.
             self._chain.post(some, (some[-1].round, some[-1].record), balances, rounds[i + len(some) :])

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from coordinator.audit_index import AuditIndex, RecentRounds
 from coordinator.history import RoundHistory, RoundPoint
-from coordinator.ledger import CarriedReport, StatedDecision
+from coordinator.ledger import CarriedReport, StatedDecision, StatedPardon
 from protocol.audits import AuditRule
 from protocol.ids import Digest, PeerKey, Round
 from protocol.ledger.credits import Balance, PeerBalances, RoundCredits, sum_credits
@@ -98,18 +98,21 @@ class IndexedChain:
     def restore(
         self, posted: tuple[Round, Digest] | None, recent: Iterable[RoundCredits], history: RoundHistory,
         first_seen: dict[Digest, float], balances: Mapping[PeerKey, PeerBalances],
-        decisions: Sequence[StatedDecision] = (), reports: Sequence[CarriedReport] = (),
+        decisions: Sequence[StatedDecision] = (), pardons: Sequence[StatedPardon] = (),
+        reports: Sequence[CarriedReport] = (),
     ) -> None:  # fmt: skip
         """Take over what the ledger holds; open rounds are forgotten."""
         self.posted, self.history, self.first_seen = posted, history, first_seen
         self.recent.clear()
         self.recent.extend(recent)
         self._set(balances, ())
-        self.restore_audits(decisions, reports)
+        self.restore_audits(decisions, pardons, reports)
 
-    def restore_audits(self, decisions: Sequence[StatedDecision], reports: Sequence[CarriedReport]) -> None:
-        """Take over the decisions and work reports that the ledger holds of posted rounds."""
-        self.audits.restore(decisions, reports, self._recent_rounds())
+    def restore_audits(
+        self, decisions: Sequence[StatedDecision], pardons: Sequence[StatedPardon], reports: Sequence[CarriedReport]
+    ) -> None:
+        """Take over the decisions, pardons and work reports that the ledger holds of posted rounds."""
+        self.audits.restore(decisions, pardons, reports, self._recent_rounds())
 
     def post(
         self, added: Iterable[RoundCredits], posted: tuple[Round, Digest],

@@ -305,7 +305,7 @@ class OverviewBuilder:
         chain = self.chain
         views, nothing = [], Balance()
         last_rounds, missing = self._rounds_of_peers()
-        barred = chain.audits.barred(chain.training_round)
+        barred = [key for key, _ in chain.audits.bars(chain.training_round)]
         for peer in dict.fromkeys([*self.registry.keys(), *chain.settled, *chain.pending, *barred]):
             known = self.registry.get(peer)
             phase = self._phase(peer, known, now)

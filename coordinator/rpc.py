@@ -36,6 +36,9 @@ from protocol.wire import coordinator_pb2_grpc as stubs
 log = logging.getLogger(__name__)
 
 MAX_CONVICTIONS = 8
+MAX_BARS = 1024
+"""Barred peers in the answer to an owner."""
+
 MAX_STATUS_PEERS = 1000
 MAX_ABSENT = 8
 MAX_LOSSES = 120
@@ -168,8 +171,8 @@ class CoordinatorService(stubs.CoordinatorServicer):
         reply.losses.extend(self._losses())
         for a in o.alerts:
             reply.alerts.add(name=a.name, since=int(a.since), message=a.message)
-        barred = [c for c in o.convictions if c.barred_until > o.round][:MAX_CONVICTIONS]
-        reply.convictions.extend(c.describe(self._admitter.name_of) for c in barred)
+        barred = [c for c in o.convictions if c.pardoned_in is None and c.barred_until > o.round]
+        reply.convictions.extend(c.describe(self._admitter.name_of) for c in barred[:MAX_CONVICTIONS])
         self._status = (o, reply)
         return reply
 
@@ -197,8 +200,12 @@ class CoordinatorService(stubs.CoordinatorServicer):
         beats = [p.heartbeat for p in o.peers if p.heartbeat is not None and p.phase not in ("silent", "gone")]
         informed = sum(newest is not None and b.directive_sequence == newest.body.sequence for b in beats)
         return wire.DirectiveReply(
-            directive=newest.encoded if newest is not None else b"", round=o.round, peers=len(beats), informed=informed
-        )
+            directive=newest.encoded if newest is not None else b"", round=o.round, peers=len(beats), informed=informed,
+            convictions=[
+                wire.Conviction(peer=key, round=penalty.convicted_in, barred_until=penalty.barred_until)
+                for key, penalty in self._chain.audits.bars(o.round)[:MAX_BARS]
+            ],
+        )  # fmt: skip
 
     async def Account(self, request: wire.AccountRequest, context) -> wire.AccountReply:
         """Return what a peer has earned; all zero for one that is unknown."""

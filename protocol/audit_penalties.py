@@ -1,12 +1,15 @@
-"""The cost of an audit's decision to its keys: the stake, and rounds in which they are barred. Pure."""
+"""The cost of an audit's decision to its keys: the stake, and rounds in which they are barred. Pure.
+
+The owner's pardons lift bars; they give back neither stake nor credit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from protocol.ids import PeerKey, Round
-from protocol.messages import AuditDecision
+from protocol.messages import AuditDecision, Pardon
 
 MAX_DOUBLINGS = 16
 """The bars of a key double no more often: 64 rounds are then four million."""
@@ -20,7 +23,9 @@ class AuditPenalty:
     """Its contributions to earlier rounds are no stake."""
     convictions: int = 0
     barred_until: Round = Round(0)
-    """No record of an earlier round may list its updates."""
+    """No record of an earlier round may list its updates. 0: no conviction, or none that is not pardoned."""
+    convicted_in: Round = Round(0)
+    """The round of the newest record that convicts it, if `barred_until` is not 0."""
 
 
 _NO_PENALTY = AuditPenalty()
@@ -45,13 +50,26 @@ class AuditPenalties:
         found, following = dict(self.by_key), Round(round_ + 1)
         for key in decision.refuted:
             old = self.of(key)
-            found[key] = AuditPenalty(following, old.convictions, old.barred_until)
+            found[key] = replace(old, stakeless_until=following)
         if decision.convicted:
             old = found.get(decision.author, _NO_PENALTY)
             is_new = round_ >= old.barred_until
             count = old.convictions + is_new
             until = following + bar_rounds * 2 ** min(count - 1, MAX_DOUBLINGS) if is_new else old.barred_until
-            found[decision.author] = AuditPenalty(following, count, Round(until))
+            found[decision.author] = AuditPenalty(following, count, Round(until), round_)
+        return AuditPenalties(found)
+
+    def pardoned(self, pardons: Iterable[Pardon]) -> AuditPenalties:
+        """Return the penalties after pardons that a record carries, before its decisions.
+
+        A pardon holds if it names the newest conviction of its peer: the bar ends, and the next one is no longer for
+        this conviction. Other pardons change nothing, so to repeat one is safe.
+        """
+        found = dict(self.by_key)
+        for pardon in pardons:
+            old = found.get(pardon.peer, _NO_PENALTY)
+            if old.barred_until and old.convicted_in == pardon.round:
+                found[pardon.peer] = AuditPenalty(old.stakeless_until, old.convictions - 1)
         return AuditPenalties(found)
 
     def is_barred(self, key: PeerKey, round_: Round) -> bool:

@@ -10,11 +10,13 @@ from protocol.ids import MAX_COUNT, MAX_ROUND, Digest, PeerKey, Round, RunId
 from protocol.messages import (
     MAX_BANNED,
     MAX_CONTRIBUTORS,
+    MAX_PARDONS,
     MAX_REASON,
     MAX_VERDICT_REASON,
     MAX_VERDICTS,
     RUN_STATUSES,
     Directive,
+    Pardon,
     Rollback,
     RoundChanges,
     Verdict,
@@ -42,6 +44,7 @@ def encode_directive(b: Directive) -> wire.Directive:
         run=b.run, sequence=b.sequence, run_status=b.run_status, since=b.since, reason=b.reason, banned=b.banned,
         from_round=b.from_round, changes=wire.RoundChanges(**changed) if changed else None,
         verdicts=[wire.Verdict(record=v.record, peer=v.peer, reason=v.reason) for v in b.verdicts],
+        pardons=[wire.Pardon(peer=p.peer, round=p.round) for p in b.pardons],
     )  # fmt: skip
     if (back := b.rollback) is not None:
         m.rollback.CopyFrom(wire.Rollback(epoch=back.epoch, record=back.record, round=back.round, state=back.state))
@@ -67,7 +70,7 @@ def decode_directive(payload: bytes, _: object = None) -> Directive:
     return Directive(
         RunId(m.run), bounded("sequence", m.sequence), m.run_status, bounded("since", m.since),
         text("reason", m.reason, MAX_REASON), banned, Round(bounded("from_round", m.from_round, MAX_ROUND)),
-        _decode_changes(m.changes), rollback, _decode_verdicts(m),
+        _decode_changes(m.changes), rollback, _decode_verdicts(m), _decode_pardons(m),
     )  # fmt: skip
 
 
@@ -82,6 +85,15 @@ def _decode_verdicts(m: wire.Directive) -> tuple[Verdict, ...]:
     if not ascending([(v.record, v.peer) for v in verdicts]):
         raise MalformedError("a directive has each verdict once, by ascending record and peer")
     return verdicts
+
+
+def _decode_pardons(m: wire.Directive) -> tuple[Pardon, ...]:
+    if len(m.pardons) > MAX_PARDONS:
+        raise MalformedError(f"a directive has at most {MAX_PARDONS} pardons, not {len(m.pardons)}")
+    pardons = tuple(Pardon(PeerKey(p.peer), Round(bounded("round", p.round, MAX_ROUND))) for p in m.pardons)
+    if not ascending([(p.peer, p.round) for p in pardons]):
+        raise MalformedError("a directive has each pardon once, by ascending peer and round")
+    return pardons
 
 
 def _decode_changes(m: wire.RoundChanges) -> RoundChanges:

@@ -33,6 +33,7 @@ MAX_BANNED = 1024
 MAX_REASON = 200
 MAX_VERDICTS = 64
 MAX_VERDICT_REASON = 80
+MAX_PARDONS = 64
 MAX_SCORES = 16
 MAX_SCORE_NAME = 24
 MAX_SCORE = 1e6
@@ -119,14 +120,22 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
+class Pardon:
+    """The conviction of `peer` by a record of `round` is lifted: the peer is barred no more."""
+
+    peer: PeerKey
+    round: Round
+
+
+@dataclass(frozen=True, slots=True)
 class Directive:
     """The owner's complete instructions to the run, which replace those of every earlier directive (docs/control.md).
 
     A ban or change that a new directive does not repeat no longer holds. `run_status` is one of
     RUN_STATUSES, since `since` (unix seconds), for a `reason` in prose. `banned`: ascending keys. The `changes` hold
-    in no round before `from_round`. `verdicts`: ascending by record, then peer; unlike the rest, one that a record
-    has carried holds on without being repeated. Records carry the newest directive only, so the next directive must
-    repeat what none has carried yet: the coordinator does.
+    in no round before `from_round`. `verdicts`: ascending by record, then peer; `pardons`: by peer, then round. Unlike
+    the rest, one of these that a record has carried holds on without being repeated. Records carry the newest directive
+    only, so the next directive must repeat what none has carried yet.
     """
 
     run: RunId
@@ -139,6 +148,7 @@ class Directive:
     changes: RoundChanges = RoundChanges()
     rollback: Rollback | None = None
     verdicts: tuple[Verdict, ...] = ()
+    pardons: tuple[Pardon, ...] = ()
 
     @property
     def epoch(self) -> int:

@@ -86,6 +86,8 @@ class RecordNode:
                 for u in record.body.updates
             }
             self.penalties = parent.penalties
+            if record.body.directive is not None and (pardons := record.body.directive.body.pardons):
+                self.penalties = self.penalties.pardoned(pardons)
             for decision in record.body.decisions:
                 self.penalties = self.penalties.after(decision, record.body.round, bar_rounds)
             convicted = {d.author for d in record.body.decisions if d.convicted}

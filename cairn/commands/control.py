@@ -1,4 +1,4 @@
-"""`cairn run pause|resume|ban|unban|policy|end|rollback`: the directives of a run's owner while the run is on.
+"""`cairn run pause|resume|ban|unban|pardon|policy|end|rollback`: the directives of a run's owner while the run is on.
 
 The key in the run's folder signs each directive, and the coordinator publishes it. If the coordinator does not answer,
 the directive stays in the folder, where the next start finds it.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from protocol.identity import Identity
 from protocol.ids import PeerKey, Round
 from protocol.invite import Invite
 from protocol.message_codec import KeySigner, MessageDecoder
-from protocol.messages import MAX_BANNED, MAX_REASON, Directive, Rollback, RoundChanges
+from protocol.messages import MAX_BANNED, MAX_PARDONS, MAX_REASON, Directive, Pardon, Rollback, RoundChanges
 
 if TYPE_CHECKING:
     from coordinator.directive_file import DirectiveFile
@@ -64,6 +64,8 @@ class RunStatus:
 
     body: Directive
     round: int | None
+    convicted: Mapping[PeerKey, Pardon] = field(default_factory=dict)
+    """The peers that are barred, each with the pardon that would lift its bar."""
 
     @property
     def next_round(self) -> int:
@@ -242,6 +244,30 @@ def unban(run: Path, keys: set[PeerKey], home: Path, reason: str) -> None:
     _order(open_run(run, home), change)
 
 
+@click.command()
+@_options
+@KEYS
+def pardon(run: Path, keys: set[PeerKey], home: Path, reason: str) -> None:
+    """Lift the conviction of the peers with these KEYS: they may train again, as newcomers.
+
+    The stake and the pending credit that their conviction took stay lost.
+    """
+
+    def change(status: RunStatus) -> Directive:
+        if status.round is None:
+            raise CairnError("the coordinator must run: it knows the conviction. Start it, then try again")
+        if missing := sorted(keys - status.convicted.keys()):
+            raise CairnError(f"no audit bars {', '.join(k.short for k in missing)}: the run's page shows whom one does")
+        new = {status.convicted[key] for key in keys}
+        # Those left out at the limit are of the oldest rounds: a record has carried them long since.
+        newest = sorted({*status.body.pardons, *new}, key=lambda p: (p in new, p.round))[-MAX_PARDONS:]
+        click.echo(f"pardoning {', '.join(k.short for k in sorted(keys))}; {_in_force(status)}")
+        pardons = tuple(sorted(newest, key=lambda p: (p.peer, p.round)))
+        return replace(status.body, pardons=pardons, reason=reason or _kept_reason(status))
+
+    _order(open_run(run, home), change)
+
+
 def _kept_reason(status: RunStatus) -> str:
     """Return why the run is paused or ended, which an order without a reason of its own keeps; "" while it runs."""
     return "" if status.body.run_status == "running" else status.body.reason
@@ -355,7 +381,7 @@ def _round_to_leave(status: RunStatus) -> int:
     return status.round
 
 
-COMMANDS = (pause, resume, ban, unban, policy, end, rollback)
+COMMANDS = (pause, resume, ban, unban, pardon, policy, end, rollback)
 
 
 def open_run(path: Path, home: Path) -> OwnedRun:
@@ -403,16 +429,18 @@ async def _status(run: OwnedRun, client: CoordinatorClient) -> RunStatus:
 
     directives, _ = run.directives.read()
     number: int | None = None
+    convicted: dict[PeerKey, Pardon] = {}
     try:
         reply = await client.publish_directive()
         number = reply.round
+        convicted = {PeerKey(c.peer): Pardon(PeerKey(c.peer), Round(c.round)) for c in reply.convictions}
         if reply.directive:
             directives.append(run.decoder.decode(reply.directive, Directive))
     except CoordinatorUnreachable as e:
         click.echo(f"the coordinator does not answer ({e})", err=True)
     # Without a directive, one that changes nothing.
     newest = max((d.body for d in directives), key=lambda b: b.precedence, default=Directive(run.spec.run_id, 0))
-    return RunStatus(newest, number)
+    return RunStatus(newest, number, convicted)
 
 
 async def _send(run: OwnedRun, change: DirectiveChange) -> bool:

@@ -27,6 +27,7 @@ EXAMPLES = {
     "run ban": 'run.toml KEY --reason "sends noise"',
     "run end": 'run.toml --reason "the model is good enough"',
     "run init": "--from my-model --out second.toml",
+    "run pardon": 'run.toml KEY --reason "its work was honest"',
     "run pause": 'run.toml --reason "moving house"',
     "run plan": "--parameters 130M --peers 8 --uplink 50 --out run.toml",
     "run policy": "run.toml target_tokens=2_000_000 max_seconds=spec",

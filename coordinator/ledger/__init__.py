@@ -12,6 +12,7 @@ from coordinator.ledger.rows import (
     RefusedUpdate,
     RoundRow,
     StatedDecision,
+    StatedPardon,
 )
 from coordinator.ledger.store import Ledger
 
@@ -24,4 +25,5 @@ __all__ = [
     "RefusedUpdate",
     "RoundRow",
     "StatedDecision",
+    "StatedPardon",
 ]

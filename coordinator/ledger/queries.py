@@ -15,12 +15,13 @@ from coordinator.ledger.rows import (
     RefusedUpdate,
     RoundRow,
     StatedDecision,
+    StatedPardon,
 )
 from protocol.ids import Digest, PeerKey, Round, RunId
 from protocol.ledger.audit import CreditedRound
 from protocol.ledger.credits import Balance, CreditLine, CreditRule, PeerBalances, RoundCredits
 from protocol.ledger.fold import CreditFold, PendingRound
-from protocol.messages import AuditDecision, Score, Verdict, WorkReport
+from protocol.messages import AuditDecision, Pardon, Score, Verdict, WorkReport
 
 BALANCES = tuple(
     f"{kind}_{what}" for kind in ("pending", "settled", "voided") for what in ("micro", "tokens", "rounds")
@@ -154,6 +155,14 @@ class LedgerQueries:
             )
             for r in rows
         ]  # fmt: skip
+
+    def pardons(self) -> list[StatedPardon]:
+        """Return the pardons that records of the branch carry, oldest first."""
+        rows = self._db.query(
+            "SELECT s.round, p.peer, p.round FROM pardons p JOIN rounds s ON s.number = p.number AND s.on_branch = 1 "
+            "ORDER BY p.number, p.peer, p.round"
+        )
+        return [StatedPardon(Round(stated), Pardon(PeerKey(peer), Round(round_))) for stated, peer, round_ in rows]
 
     def work_reports(self, run: RunId, since: Round) -> list[CarriedReport]:
         """Return the work reports that records of the branch carry, in their order, about updates from a round on."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from protocol.ids import Digest, PeerKey, Round
 from protocol.ledger.credits import CreditLine, LineStatus
-from protocol.messages import AuditDecision, WorkReport
+from protocol.messages import AuditDecision, Pardon, WorkReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,14 @@ class StatedDecision:
     update: Digest
     decision: AuditDecision
     voided: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class StatedPardon:
+    """A pardon that the directive in the record of round `stated` gives."""
+
+    stated: Round
+    pardon: Pardon
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,6 +148,14 @@ CREATE TABLE IF NOT EXISTS decisions (
     refuted   BLOB   NOT NULL,
     PRIMARY KEY (number, record, peer)
 );
+
+-- Convictions that the owner's directives in final records lift: that of a peer in a round.
+CREATE TABLE IF NOT EXISTS pardons (
+    number BIGINT NOT NULL REFERENCES rounds (number),
+    peer   BLOB   NOT NULL,
+    round  BIGINT NOT NULL,
+    PRIMARY KEY (number, peer, round)
+);
 """
 """Made at each start: older tables with this schema version do not have them."""
 

@@ -214,7 +214,7 @@ class Ledger(LedgerQueries):
             )
 
     def _write_audits(self, credits: RoundCredits, number: int) -> None:
-        """Write the work reports and decisions of a round."""
+        """Write the work reports, decisions and pardons of a round."""
         rows = []
         for i, report in enumerate(credits.reports):
             b = report.body
@@ -231,6 +231,10 @@ class Ledger(LedgerQueries):
             [(number, bytes(d.record), peers[d.author], int(d.convicted), b"".join(d.refuted))
              for d in credits.decisions],
         )  # fmt: skip
+        self._db.many(
+            "INSERT INTO pardons (number, peer, round) VALUES (?, ?, ?)",
+            [(number, bytes(p.peer), p.round) for p in credits.pardons],
+        )
 
     def _time(self) -> int:
         """Return the time of the next round: a clock that was set back repeats the time of the round before."""

@@ -142,7 +142,7 @@ def conviction(c: AuditCase, name_of: NameOf, *, barred: bool) -> dict[str, Any]
     """Return why a peer was convicted, in short: a row of peers has it."""
     stated = None if c.outcome is None else c.outcome.stated
     return {"round": stated, "update_round": c.round, "barred_until": c.barred_until, "barred": barred,
-            "message": c.finding(name_of)}  # fmt: skip
+            "pardoned": c.pardoned_in, "message": c.finding(name_of)}  # fmt: skip
 
 
 def audit_case(c: AuditCase, final: bool, name_of: NameOf) -> dict[str, Any]:
@@ -174,6 +174,7 @@ def _decision(c: AuditCase, d: StatedDecision, final: bool, name_of: NameOf) -> 
         "final": final,
         "convicted": d.decision.convicted,
         "barred_until": c.barred_until if d.decision.convicted else None,
+        "pardoned": c.pardoned_in,
         "micro_credits_voided": d.voided,
         "refuted": [_named(key, name_of) for key in refuted[:SHOWN]],
         "refuted_total": len(refuted),

@@ -46,9 +46,16 @@ ABSENT = of({"peer": KEY, "name": TEXT, "reason": TEXT, "message": TEXT})
 ENTRY = of({"peer": KEY, "name": TEXT, "windows": COUNT, "tokens": COUNT, "micro_credits": MICRO})
 
 CONVICTION = of(
-    {"round": maybe(COUNT), "update_round": COUNT, "barred_until": COUNT, "barred": FLAG, "message": TEXT},
+    {
+        "round": maybe(COUNT),
+        "update_round": COUNT,
+        "barred_until": COUNT,
+        "barred": FLAG,
+        "pardoned": maybe(COUNT),
+        "message": TEXT,
+    },
     description="The newest record that convicts it, and of which update; `barred_until`: the first round in which it "
-    "may train again; `message`: what was measured.",
+    "may train again; `pardoned`: the round whose record carries the owner's pardon; `message`: what was measured.",
 )
 
 AUDIT_CASE = of(
@@ -81,6 +88,7 @@ AUDIT_CASE = of(
                     "final": FLAG,
                     "convicted": FLAG,
                     "barred_until": maybe(COUNT),
+                    "pardoned": maybe(COUNT),
                     "micro_credits_voided": maybe(MICRO),
                     "refuted": many(NAMED),
                     "refuted_total": COUNT,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from protocol.ids import Digest, PeerKey, Round
-from protocol.messages import AuditDecision, Certificate, Rollback, Signed, Verdict, WorkReport
+from protocol.messages import AuditDecision, Certificate, Pardon, Rollback, Signed, Verdict, WorkReport
 from protocol.spec import RunSpec
 
 FLOPS_PER_MICRO_CREDIT = 10**9
@@ -72,9 +72,9 @@ class RoundCredits:
     """The credits of one record, derived from its certificate alone.
 
     `base_state` is the digest of state[round], from which the round started; `loss` is the mean of the contributors'
-    own training losses, weighted by windows. Windows are as weighed. The `verdicts` and the `rollback` are those of the
-    directive that the record carries. The `reports` and `decisions` of audits are the record's. `voided_tokens` are
-    those of earlier records on its branch that it voids.
+    own training losses, weighted by windows. Windows are as weighed. The `verdicts`, the `rollback` and the `pardons`
+    are those of the directive that the record carries. The `reports` and `decisions` of audits are the record's.
+    `voided_tokens` are those of earlier records on its branch that it voids.
     """
 
     round: Round
@@ -88,6 +88,7 @@ class RoundCredits:
     reports: tuple[Signed[WorkReport], ...] = ()
     decisions: tuple[AuditDecision, ...] = ()
     voided_tokens: int = 0
+    pardons: tuple[Pardon, ...] = ()
 
     @property
     def convicted(self) -> tuple[PeerKey, ...]:
@@ -118,6 +119,7 @@ def credits_of(certificate: Certificate, rule: CreditRule) -> RoundCredits:
         record.round, certificate.digest, record.parent, record.base_state, record.loss, lines,
         () if directive is None else directive.verdicts, None if directive is None else directive.rollback,
         record.reports, record.decisions, record.voided * rule.window_tokens,
+        () if directive is None else directive.pardons,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Notices about audits: who is accused, convicted, acquitted or refuted by which measurements, and what to do."""
+"""Notices about audits: who is accused, convicted, pardoned, acquitted or refuted, by what, and what to do."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from protocol.rounds.context import Context
 def notify_audits(context: Context, certificate: Certificate) -> None:
     """Report what a record of the chain says of audits: convictions, and what concerns this peer's own work."""
     chain, me = context.chain, context.me
+    _notify_pardon(context, certificate)
     for decision in certificate.record.body.decisions:
         if certificate.digest not in chain:
             continue
@@ -25,6 +26,20 @@ def notify_audits(context: Context, certificate: Certificate) -> None:
         if me in decision.refuted:
             _notify_refutation(context, certificate, decision)
     _notify_accusations(context, certificate)
+
+
+def _notify_pardon(context: Context, certificate: Certificate) -> None:
+    """Report to this peer that a directive in the record has lifted its bar."""
+    chain, body = context.chain, certificate.record.body
+    pardons = () if body.directive is None else body.directive.body.pardons
+    if certificate.digest not in chain or context.me not in {p.peer for p in pardons} or body.parent not in chain:
+        return
+    if chain.is_barred(context.me, body.parent) and not chain.barred_until(context.me, certificate.digest):
+        text = (
+            "the run's owner has pardoned this peer: it trains again, as a newcomer. The stake and the credit that its "
+            "conviction took stay lost"
+        )
+        context.notify("info", "pardoned", text, context.me)
 
 
 def _notify_accusations(context: Context, certificate: Certificate) -> None:

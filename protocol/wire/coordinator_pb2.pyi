@@ -250,13 +250,25 @@ class DirectiveRequest(_message.Message):
     def __init__(self, run: _Optional[bytes] = ..., directive: _Optional[bytes] = ...) -> None: ...
 
 class DirectiveReply(_message.Message):
-    __slots__ = ("directive", "round", "peers", "informed")
+    __slots__ = ("directive", "round", "peers", "informed", "convictions")
     DIRECTIVE_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     INFORMED_FIELD_NUMBER: _ClassVar[int]
+    CONVICTIONS_FIELD_NUMBER: _ClassVar[int]
     directive: bytes
     round: int
     peers: int
     informed: int
-    def __init__(self, directive: _Optional[bytes] = ..., round: _Optional[int] = ..., peers: _Optional[int] = ..., informed: _Optional[int] = ...) -> None: ...
+    convictions: _containers.RepeatedCompositeFieldContainer[Conviction]
+    def __init__(self, directive: _Optional[bytes] = ..., round: _Optional[int] = ..., peers: _Optional[int] = ..., informed: _Optional[int] = ..., convictions: _Optional[_Iterable[_Union[Conviction, _Mapping]]] = ...) -> None: ...
+
+class Conviction(_message.Message):
+    __slots__ = ("peer", "round", "barred_until")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    BARRED_UNTIL_FIELD_NUMBER: _ClassVar[int]
+    peer: bytes
+    round: int
+    barred_until: int
+    def __init__(self, peer: _Optional[bytes] = ..., round: _Optional[int] = ..., barred_until: _Optional[int] = ...) -> None: ...

@@ -178,7 +178,7 @@ class Finalization(_message.Message):
     def __init__(self, run: _Optional[bytes] = ..., round: _Optional[int] = ..., record: _Optional[bytes] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Directive(_message.Message):
-    __slots__ = ("run", "sequence", "run_status", "since", "reason", "banned", "from_round", "changes", "rollback", "verdicts")
+    __slots__ = ("run", "sequence", "run_status", "since", "reason", "banned", "from_round", "changes", "rollback", "verdicts", "pardons")
     RUN_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     RUN_STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -189,6 +189,7 @@ class Directive(_message.Message):
     CHANGES_FIELD_NUMBER: _ClassVar[int]
     ROLLBACK_FIELD_NUMBER: _ClassVar[int]
     VERDICTS_FIELD_NUMBER: _ClassVar[int]
+    PARDONS_FIELD_NUMBER: _ClassVar[int]
     run: bytes
     sequence: int
     run_status: str
@@ -199,7 +200,8 @@ class Directive(_message.Message):
     changes: RoundChanges
     rollback: Rollback
     verdicts: _containers.RepeatedCompositeFieldContainer[Verdict]
-    def __init__(self, run: _Optional[bytes] = ..., sequence: _Optional[int] = ..., run_status: _Optional[str] = ..., since: _Optional[int] = ..., reason: _Optional[str] = ..., banned: _Optional[_Iterable[bytes]] = ..., from_round: _Optional[int] = ..., changes: _Optional[_Union[RoundChanges, _Mapping]] = ..., rollback: _Optional[_Union[Rollback, _Mapping]] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ...) -> None: ...
+    pardons: _containers.RepeatedCompositeFieldContainer[Pardon]
+    def __init__(self, run: _Optional[bytes] = ..., sequence: _Optional[int] = ..., run_status: _Optional[str] = ..., since: _Optional[int] = ..., reason: _Optional[str] = ..., banned: _Optional[_Iterable[bytes]] = ..., from_round: _Optional[int] = ..., changes: _Optional[_Union[RoundChanges, _Mapping]] = ..., rollback: _Optional[_Union[Rollback, _Mapping]] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., pardons: _Optional[_Iterable[_Union[Pardon, _Mapping]]] = ...) -> None: ...
 
 class Verdict(_message.Message):
     __slots__ = ("record", "peer", "reason")
@@ -210,6 +212,14 @@ class Verdict(_message.Message):
     peer: bytes
     reason: str
     def __init__(self, record: _Optional[bytes] = ..., peer: _Optional[bytes] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Pardon(_message.Message):
+    __slots__ = ("peer", "round")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    peer: bytes
+    round: int
+    def __init__(self, peer: _Optional[bytes] = ..., round: _Optional[int] = ...) -> None: ...
 
 class RoundChanges(_message.Message):
     __slots__ = ("target_tokens", "max_seconds", "exchange_seconds", "propose_seconds", "patience_seconds", "member_seconds", "max_update_tokens", "max_members")

@@ -110,5 +110,11 @@ async def test_a_peer_that_sends_noise_is_convicted_and_rests_and_nobody_else_is
         check_same({name: world.branch(name) for name in HONEST})
         counts = [s.audits for name in HONEST if (s := world.snapshot(name)) is not None]
         assert all(c["made"] > 0 for c in counts), counts
+
+        # The owner pardons it: it trains again, and starts over.
+        code, out = await cairn("run", "pardon", str(world.coordinator_home), str(liar), "--reason", "a faulty card")
+        assert code == 0 and "pardoning" in out and "received it" in out, out
+        await world.until("the liar is pardoned", lambda: world.has_logged(LIAR, "has pardoned this peer"))
+        await world.contributes_after(LIAR, world.branch("ada").height)
         await asyncio.to_thread(world.stop, *(n for n, p in world.processes.items() if p.running))
     assert world.left == ([], [])

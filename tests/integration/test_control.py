@@ -19,8 +19,8 @@ from protocol.errors import CairnError
 from protocol.ids import Digest, Round
 from protocol.invite import HostPort, Invite
 from protocol.message_codec import KeySigner, MessageDecoder
-from protocol.messages import Directive, Rollback, RoundChanges
-from tests.support.command_line import cairn
+from protocol.messages import AuditDecision, Directive, Pardon, Rollback, RoundChanges
+from tests.support.command_line import Done, cairn
 from tests.support.coordinator_fakes import FakeSwarm, make_spec, peer, state
 from tests.support.coordinator_service import client, running, settled, web
 from tests.support.specs import OWNER
@@ -282,6 +282,36 @@ async def test_a_ban_of_a_key_that_no_peer_has_is_ordered_and_pointed_out(tmp_pa
     assert done.returncode == 0 and coordinator.control.newest is not None
     assert len(coordinator.control.newest.body.banned) == 2
     assert "note: the coordinator shows no peer abababab: compare" in done.stderr
+
+
+@pytest.mark.asyncio
+async def test_a_pardon_names_the_newest_conviction_and_is_only_for_the_barred(tmp_path, monkeypatch):
+    swarm, liar = FakeSwarm(SPEC), peer(1).key
+    audited = swarm.chain.add({0: 10, 1: 10})
+    swarm.chain.add({0: 10}, decisions=[AuditDecision(audited.digest, liar, True)], voided=10)
+    async with running(tmp_path, swarm=swarm) as (coordinator, _):
+        owned = owner_commands.OwnedRun(tmp_path, OWNER, SPEC, coordinator.invite())
+        monkeypatch.setattr(owner_commands, "open_run", lambda *_: owned)
+        monkeypatch.setattr(owner_commands, "SPREAD_SECONDS", 0.0)
+
+        async def pardon(*keys: object) -> Done:
+            return await asyncio.to_thread(cairn, "run", "pardon", tmp_path, *map(str, keys))
+
+        def barred() -> list[object]:
+            return [key for key, _ in coordinator.chain.audits.bars(coordinator.overview().round)]
+
+        await until(lambda: barred() == [liar], "the liar is barred", every=0.05)
+        refused = await pardon(peer(0).key, liar)
+        assert refused.returncode == 1 and f"no audit bars {peer(0).key.short}: the run's page" in refused.stderr
+        assert coordinator.control.newest is None
+        done = await pardon(liar)
+        newest = coordinator.control.newest
+        assert done.returncode == 0 and newest is not None and newest.body.pardons == (Pardon(liar, Round(1)),)
+        swarm.chain.carry(newest)
+        swarm.round({0: 10})
+        await until(lambda: not barred(), "the pardon is carried", every=0.05)
+        again = await pardon(liar)
+        assert again.returncode == 1 and "no audit bars" in again.stderr
 
 
 @pytest.mark.asyncio

@@ -241,6 +241,7 @@ def served(folder: Path) -> Path:
     [
         (("run", "rollback", "run.toml", "7"), "is not archived; no state is yet: there is nothing to go back to"),
         (("run", "unban", "run.toml", "ab" * 32), "abababab is not banned"),
+        (("run", "pardon", "run.toml", "ab" * 32), "the coordinator must run: it knows the conviction. Start it"),
         (("export", "SERVED", "out", "--invite", INVITE), "name that run's folder, or leave --invite and --spec away"),
         (("checkpoint", "verify", "SERVED/checkpoints/round-000000", INVITE), "give that run's invite, or another"),
     ],

@@ -6,8 +6,18 @@ from collections.abc import Collection
 
 from protocol.audits import AuditRule, draw_auditors
 from protocol.chain import Chain, ChainLimits
-from protocol.ids import Digest, PeerKey, sha256
-from protocol.messages import AuditCheck, Certificate, RoundRecord, Score, Signed, UpdateHeader, WorkReport
+from protocol.ids import Digest, PeerKey, Round, sha256
+from protocol.messages import (
+    AuditCheck,
+    Certificate,
+    Directive,
+    Pardon,
+    RoundRecord,
+    Score,
+    Signed,
+    UpdateHeader,
+    WorkReport,
+)
 from protocol.stake import StakeRule
 from tests.simulation.signer import FakeSigner, certificate
 from tests.support.empty_chain import KEYS, OWNER, RUN, STATE
@@ -39,7 +49,10 @@ class Branch:
         assert seed is not None
         return draw_auditors(seed, author, stakes, chain.limits.audit)
 
-    def record(self, *reports: Signed[WorkReport], without: Collection[PeerKey] = (), decisions=None) -> Certificate:
+    def record(
+        self, *reports: Signed[WorkReport], without: Collection[PeerKey] = (), decisions=None,
+        directive: Signed[Directive] | None = None,
+    ) -> Certificate:  # fmt: skip
         """Return the next record: of all that may be listed, with these reports and what follows from them."""
         chain = self.chain
         parent, number = chain.head, chain.height(chain.head)
@@ -55,15 +68,25 @@ class Branch:
                 updates.append(FakeSigner(key).sign(body))
         weights = chain.weights(parent, updates)
         body = RoundRecord(
-            RUN, number, parent, STATE, 0, tuple(updates), None, weights, ordered, decisions,
-            voided=chain.voided(parent, None, decisions),
+            RUN, number, parent, STATE, 0, tuple(updates), directive, weights, ordered, decisions,
+            voided=chain.voided(parent, directive, decisions),
         )  # fmt: skip
         return certificate(FakeSigner(updates[0].author).sign(body), [u.author for u in updates])
 
-    def add(self, *reports: Signed[WorkReport], without: Collection[PeerKey] = ()) -> Certificate:
-        made = self.record(*reports, without=without)
+    def add(
+        self,
+        *reports: Signed[WorkReport],
+        without: Collection[PeerKey] = (),
+        directive: Signed[Directive] | None = None,
+    ) -> Certificate:
+        made = self.record(*reports, without=without, directive=directive)
         assert self.chain.add(made) and self.chain.head == made.digest
         return made
+
+
+def pardon(key: PeerKey, convicted_in: int, sequence: int = 1) -> Signed[Directive]:
+    """Return a directive of the owner that pardons a conviction."""
+    return OWNER.sign(Directive(RUN, sequence, pardons=(Pardon(key, Round(convicted_in)),)))
 
 
 def update_of(record: Certificate, author: PeerKey = LIAR) -> Signed[UpdateHeader]:

@@ -43,6 +43,7 @@ from protocol.messages import (
     Finalization,
     Goodbye,
     Heartbeat,
+    Pardon,
     Rollback,
     RoundChanges,
     RoundRecord,
@@ -220,6 +221,7 @@ DIRECTIVE = Directive(
     RUN, 1_700_000_000_000, "paused", 1_700_000_000, "moving house", tuple(p.key for p in PEERS[:2]), Round(7),
     RoundChanges(target_tokens=4096, max_seconds=2.5), Rollback(2, digest("back"), Round(5), digest("state")),
     tuple(Verdict(digest("false"), p.key, "412 teraflops a second") for p in PEERS[:2]),
+    (Pardon(PEERS[0].key, Round(4)), Pardon(PEERS[0].key, Round(6))),
 )  # fmt: skip
 
 
@@ -409,6 +411,9 @@ def _refused_lists() -> Iterator[tuple[str, str, bytes]]:
     }.items():
         m = encode_directive(dataclasses.replace(DIRECTIVE, verdicts=verdicts))
         yield "directive", why, seal(OWNER, "directive", m.SerializeToString(deterministic=True)).encoded
+    m = encode_directive(dataclasses.replace(DIRECTIVE, verdicts=(), pardons=DIRECTIVE.pardons[::-1]))
+    descending = seal(OWNER, "directive", m.SerializeToString(deterministic=True))
+    yield "directive", "pardons in descending order", descending.encoded
 
 
 def chain() -> dict[str, Any]:

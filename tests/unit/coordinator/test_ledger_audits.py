@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from coordinator.audit_index import AuditIndex, RecentRounds
 from coordinator.credits.receipts import void_reason
 from coordinator.indexed_chain import IndexedChain
-from coordinator.ledger import Ledger
+from coordinator.ledger import Ledger, StatedPardon
 from protocol.audits import AuditRule
 from protocol.ids import Round
 from protocol.ledger.credits import CreditRule, credits_of
 from protocol.message_codec import KeySigner
-from protocol.messages import AuditDecision, Certificate, Directive, Rollback, Score, Verdict
+from protocol.messages import AuditDecision, Certificate, Directive, Pardon, Rollback, Score, Verdict
 from tests.support.coordinator_fakes import ChainMaker, make_spec, peer, state
 from tests.support.specs import OWNER
 
@@ -82,8 +85,31 @@ def test_a_conviction_is_read_back_with_its_reports_and_the_credit_that_it_voids
 def test_a_conviction_bars_for_as_long_as_the_rule_of_the_run_says(story, rounds: int):
     story.convict()
     chain = IndexedChain(AuditRule(bar_rounds=rounds), SPEC.credit.hold_rounds)
-    chain.restore_audits(story.ledger.decisions(), [])
+    chain.restore_audits(story.ledger.decisions(), [], [])
     assert [case.barred_until for case in chain.audits.decided] == [2 + 1 + rounds]
+
+
+@pytest.mark.parametrize("final", [True, False])
+def test_a_pardon_ends_the_bar_and_is_named_in_its_case(story, final: bool):
+    story.convict()
+    decisions, liar, index = story.ledger.decisions(), peer(LIAR).key, AuditIndex(AuditRule(), 3)
+    other, meant = Pardon(liar, Round(1)), Pardon(liar, Round(2))
+    pardons = [StatedPardon(Round(3), other), StatedPardon(Round(4), meant), StatedPardon(Round(5), meant)]
+    if final:
+        for sequence, stated in enumerate(pardons, 1):
+            story.chain.carry(KeySigner(OWNER).sign(Directive(SPEC.run_id, sequence, pardons=(stated.pardon,))))
+            story.round({n: 100 for n in (1, 2, 3)})
+        story.reopen()
+        assert story.ledger.pardons() == pardons
+        index.restore(decisions, story.ledger.pardons(), [], RecentRounds((), {}, 5))
+    else:
+        index.restore(decisions, [], [], RecentRounds((), {}, 2))
+        assert index.barred_until(liar, 4) == 2 + 1 + 64 and [key for key, _ in index.bars(4)] == [liar]
+        credits = [replace(story.ledger.round_credits()[-1], round=p.stated, pardons=(p.pardon,)) for p in pardons]
+        index.follow(RecentRounds(tuple(replace(c, decisions=()) for c in credits), {}, 5))
+    (case,) = index.decided
+    assert case.pardoned_in == 4 and "the owner has pardoned it in round 4" in case.describe(lambda key: key.short)
+    assert index.barred_until(liar, 5) is None and index.bars(5) == []
 
 
 def test_a_line_names_the_conviction_or_the_verdict_that_voids_it(story):

@@ -20,7 +20,7 @@ from protocol.report_rule import drawn_reporters
 from protocol.rounds import report_pool
 from protocol.rounds.report_pool import ReportPool
 from tests.simulation.signer import FakeSigner, certificate
-from tests.support.audited_branch import HOLD, LIAR, OTHERS, WINDOWS, Branch, accused, report, update_of
+from tests.support.audited_branch import HOLD, LIAR, OTHERS, WINDOWS, Branch, accused, pardon, report, update_of
 from tests.support.empty_chain import OWNER, RUN, STATE
 
 
@@ -220,6 +220,20 @@ def test_the_convicted_are_in_no_record_while_they_are_barred(branch):
     body = UpdateHeader(RUN, number, chain.head, STATE, first, first, first + 1, 1, STATE, 9, 1.0, b"")
     lone = RoundRecord(RUN, number, chain.head, STATE, 0, (FakeSigner(LIAR).sign(body),))
     assert "is barred" in refusal(branch, certificate(FakeSigner(LIAR).sign(lone), [LIAR]))
+
+
+def test_the_pardoned_are_listed_from_the_round_after_the_record_that_carries_the_pardon(branch):
+    record, _, jurors = accused(branch)
+    chain = branch.chain
+    convicted = branch.add(*(report(record, key) for key in jurors)).record.body.round
+    branch.add(directive=pardon(LIAR, convicted - 1, sequence=1))
+    assert chain.is_barred(LIAR, chain.head), "that is no conviction"
+    carries = branch.add(directive=pardon(LIAR, convicted, sequence=2))
+    assert LIAR not in carries.record.body.contributors and not chain.is_barred(LIAR, chain.head)
+    assert LIAR not in chain.stakes(chain.head)
+    assert LIAR in branch.add().record.body.contributors
+    branch.add(directive=pardon(LIAR, convicted, sequence=3))
+    assert not chain.is_barred(LIAR, chain.head), "a pardon that is repeated changes nothing"
 
 
 def test_a_full_pool_makes_room_for_who_has_few_reports_and_they_go_first(branch, monkeypatch):

@@ -13,7 +13,7 @@ from protocol.rounds.context import Context
 from protocol.rounds.policy import RoundPolicy
 from protocol.stake import StakeRule
 from tests.simulation.signer import FakeSigner
-from tests.support.audited_branch import HOLD, LIAR, OTHERS, Branch, accused, report
+from tests.support.audited_branch import HOLD, LIAR, OTHERS, Branch, accused, pardon, report
 from tests.support.empty_chain import OWNER, RUN, STATE
 
 ONE, TWO = (PeerKey(sha256(name)) for name in (b"one", b"two"))
@@ -57,6 +57,17 @@ def test_the_accused_reads_who_found_what_and_how_to_repeat_it_and_nobody_else_d
     ):  # fmt: skip
         assert said in notice.text, said
     assert notices(branch, OTHERS[0]) == []
+
+
+def test_the_pardoned_reads_that_it_trains_again_and_what_stays_lost(convicted):
+    convicted.add(directive=pardon(LIAR, convicted.chain.height(convicted.chain.head) - 1))
+    (notice,) = notices(convicted, LIAR)
+    assert (notice.level, notice.kind, notice.about) == ("info", "pardoned", LIAR)
+    for said in ("the run's owner has pardoned this peer: it trains again, as a newcomer", "stay lost"):
+        assert said in notice.text, said
+    assert notices(convicted, OTHERS[0]) == []
+    convicted.add(directive=pardon(LIAR, 0, sequence=2))
+    assert notices(convicted, LIAR) == [], "it is barred no more"
 
 
 def test_others_read_who_was_convicted_and_a_record_without_decisions_is_no_news(convicted):

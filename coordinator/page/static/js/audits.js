@@ -52,7 +52,8 @@ export function cost(c, now = null) {
   if (d.convicted) {
     const voided = d.micro_credits_voided === null ? "its pending credit is void once this record is final" : `${credits(d.micro_credits_voided)} credits void`;
     cell.append(`${voided}; no stake from before; barred until round ${d.barred_until}`);
-    if (now !== null && now >= d.barred_until) cell.append(" (over)");
+    if (d.pardoned !== null) cell.append(` (pardoned by the owner in round ${d.pardoned})`);
+    else if (now !== null && now >= d.barred_until) cell.append(" (over)");
   } else cell.append(d.refuted_total ? "nothing for it" : "nothing");
   if (d.refuted_total) cell.append("; the stake of ", names(d.refuted, d.refuted_total), ", who reported the opposite");
   return cell;
@@ -143,12 +144,12 @@ function decidedCase(c, now) {
     return el("article", { class: "case", "data-verdict": "acquitted" }, el("p", {}, outcome(c), " in round ", roundLink(d.round), ": its update of round ", roundLink(c.round), " was accused, and most of a jury's stake found it good. It costs this peer nothing."), reports(c));
   }
   const voided = d.micro_credits_voided === null ? "Its pending credit is void once this record is final" : `Its pending credit (${credits(d.micro_credits_voided)}) is void`;
-  const isBarred = now < d.barred_until;
+  const isBarred = d.pardoned === null && now < d.barred_until;
   return el("article", { class: "case" },
     el("p", {}, outcome(c), " in round ", roundLink(d.round), ". Its update of round ", roundLink(c.round), " was not trained as it claims, said most of a jury's stake: ", summary(c), "."),
-    el("p", {}, `${voided}, and what it did before is no stake any more. `, isBarred ? `It is barred until round ${d.barred_until}; the run is in round ${now}.` : `Its bar has ended with round ${d.barred_until}.`),
+    el("p", {}, `${voided}, and what it did before is no stake any more. `, isBarred ? `It is barred until round ${d.barred_until}; the run is in round ${now}.` : d.pardoned !== null ? `The run's owner pardoned it in round ${d.pardoned}.` : `Its bar has ended with round ${d.barred_until}.`),
     el("p", {}, el("strong", {}, "What its volunteer can do: "), isBarred
-      ? "leave it running. It trains again by itself when the bar ends, as a newcomer: each of its updates is checked until it has stake. Settled credit remains. A decision stands, so if the work was honest, find the cause first: faulty memory, an overclocked GPU, another driver or version of Cairn can give other bits. Then write to the run's owner with the number of this round."
+      ? "leave it running. It trains again by itself when the bar ends, as a newcomer: each of its updates is checked until it has stake. Settled credit remains. A decision stands, so if the work was honest, find the cause first: faulty memory, an overclocked GPU, another driver or version of Cairn can give other bits. Then write to the run's owner with the number of this round: the owner can pardon, which ends the bar."
       : "nothing more. It may train as a newcomer: each of its updates is checked until it has stake."),
     reports(c));
 }

@@ -33,7 +33,7 @@ function peerRow(p, now) {
   const why = p.absence ? p.absence.message : p.last_round === null ? "in no round lately" : "";
   const guilt = p.conviction;
   return el("tr", { class: away ? "away" : null },
-    el("td", { class: "name" }, peerLink(p)), el("td", {}, phase(p), guilt && !guilt.barred ? el("span", { class: "note", title: guilt.message }, ` convicted in round ${guilt.round}`) : null),
+    el("td", { class: "name" }, peerLink(p)), el("td", {}, phase(p), guilt && !guilt.barred ? el("span", { class: "note", title: guilt.message }, ` convicted in round ${guilt.round}${guilt.pardoned === null ? "" : ", pardoned"}`) : null),
     number(p.since === null ? "–" : duration(Math.max(0, now - p.since)), { title: p.since === null ? null : moment(p.since) }),
     number(away ? "–" : short(p.tokens_per_second === null ? null : Math.round(p.tokens_per_second))), number(loss(p.loss)),
     traffic(p.bytes_up, p.up_per_second), traffic(p.bytes_down, p.down_per_second),

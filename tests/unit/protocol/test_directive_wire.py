@@ -1,4 +1,4 @@
-"""Verdicts in a directive: bounded, in one order, each with its reason."""
+"""Verdicts and pardons in a directive: bounded, in one order, each verdict with its reason."""
 
 from __future__ import annotations
 
@@ -6,8 +6,18 @@ import pytest
 
 from protocol.directive_codec import MAX_DIRECTIVE_ENVELOPE
 from protocol.errors import MalformedError
+from protocol.ids import MAX_ROUND, Round
 from protocol.message_codec import KeySigner, MessageDecoder
-from protocol.messages import MAX_BANNED, MAX_REASON, MAX_VERDICT_REASON, MAX_VERDICTS, Directive, Verdict
+from protocol.messages import (
+    MAX_BANNED,
+    MAX_PARDONS,
+    MAX_REASON,
+    MAX_VERDICT_REASON,
+    MAX_VERDICTS,
+    Directive,
+    Pardon,
+    Verdict,
+)
 from tests.support.signed import RUN
 from tests.support.specs import OWNER, digest, identity
 
@@ -18,12 +28,14 @@ def opened(*verdicts: Verdict, **more) -> Directive:
     return MessageDecoder(RUN, OWNER.key, remember=1).decode(sent, Directive).body
 
 
-def test_the_largest_directive_fits_with_its_verdicts():
+def test_the_largest_directive_fits_with_its_verdicts_and_pardons():
     long = "x" * MAX_VERDICT_REASON
     named = sorted(digest(str(n)) for n in range(MAX_VERDICTS))
     verdicts = tuple(Verdict(d, identity("liar").key, long) for d in named)
     banned = tuple(sorted(identity(f"banned {n}").key for n in range(MAX_BANNED)))
-    assert opened(*verdicts, banned=banned, reason="y" * MAX_REASON).verdicts == verdicts
+    pardons = tuple(Pardon(key, Round(MAX_ROUND - 1)) for key in banned[:MAX_PARDONS])
+    found = opened(*verdicts, banned=banned, reason="y" * MAX_REASON, pardons=pardons)
+    assert (found.verdicts, found.pardons) == (verdicts, pardons)
 
 
 def test_verdicts_out_of_bounds_are_refused():
@@ -39,3 +51,16 @@ def test_verdicts_out_of_bounds_are_refused():
     ):
         with pytest.raises(MalformedError):
             opened(*wrong)
+
+
+def test_pardons_out_of_bounds_are_refused():
+    a, b = sorted((identity("a").key, identity("b").key))
+    for wrong in (
+        (Pardon(b, Round(1)), Pardon(a, Round(2))),
+        (Pardon(a, Round(2)), Pardon(a, Round(1))),
+        (Pardon(a, Round(1)), Pardon(a, Round(1))),
+        (Pardon(a, Round(MAX_ROUND + 1)),),
+        tuple(Pardon(a, Round(n)) for n in range(MAX_PARDONS + 1)),
+    ):
+        with pytest.raises(MalformedError):
+            opened(pardons=wrong)
