@@ -7,6 +7,9 @@ from peer.doctor.measurements import Device, Trial
 from peer.training.parallel.parallel_dims import USABLE
 from peer.units import byte_size
 
+TIGHT = 0.95
+"""The share of the memory that training can have from which it may run out of it."""
+
 
 def device_finding(trial: Trial) -> DoctorFinding:
     """Judge the device that the trainer would choose, or was to use."""
@@ -42,26 +45,23 @@ def memory_finding(trial: Trial, base: int) -> DoctorFinding | None:
         place = "in files on the disk" if device.note else "in the machine's memory"
         has += f"; {byte_size(device.offloaded)} more lie {place}"
     found = f"training needs {byte_size(needed)} and room for a window ({device.layout}); {has}"
-    if needed > device.whole:
-        return DoctorFinding("memory", "no", found, _larger(device))
-    if device.limit and needed > device.limit:
-        return DoctorFinding("memory", "no", found, _larger(device))
+    if needed > min(device.whole, device.limit or device.whole):
+        return DoctorFinding("memory", "no", found, _remedy(device, needed))
     if needed > device.free:
         remedy = "stop other programs (nvidia-smi lists those on a GPU), or take a larger one"
-        return DoctorFinding("memory", "no", found, remedy)
+        return DoctorFinding("memory", "no", found, _smaller(device, needed) + remedy)
     used = max((s.memory for s in trial.samples), default=0)
     if not used:
         if needed > USABLE * device.usable:
-            return DoctorFinding("memory", "warning", found, f"it may not suffice: {_larger(device)}")
+            return DoctorFinding("memory", "warning", found, f"it may not suffice: {_remedy(device, needed)}")
         return DoctorFinding("memory", "ok", found)
     used = used * ranks + (0 if device.offloaded else base // (device.ranks // ranks))
     found = f"training uses {byte_size(used)} ({device.layout}), as measured; {has}"
     if used > device.usable:
-        return DoctorFinding("memory", "no", found, _larger(device))
-    if used > 0.95 * device.usable:
-        return DoctorFinding(
-            "memory", "warning", found, "leave it to this run alone, or training may run out of memory"
-        )
+        return DoctorFinding("memory", "no", found, _remedy(device, used, TIGHT))
+    if used > TIGHT * device.usable:
+        remedy = "leave it to this run alone, or training may run out of memory"
+        return DoctorFinding("memory", "warning", found, _smaller(device, used, TIGHT) + remedy)
     return DoctorFinding("memory", "ok", found)
 
 
@@ -78,6 +78,18 @@ def fits(device: Device) -> bool:
     """Return whether the model may be built for a trial."""
     finding = memory_finding(Trial(device), 0)
     return finding is not None and finding.verdict != "no"
+
+
+def _smaller(device: Device, needed: int, share: float = USABLE) -> str:
+    """Return the beginning of a remedy: moments in 8 bits, if training then takes at most a share of what it may."""
+    less = needed - device.savable
+    if not device.savable or less > share * device.usable:
+        return ""
+    return f"add --moments 8bit, which needs bitsandbytes and {byte_size(less)}; or "
+
+
+def _remedy(device: Device, needed: int, share: float = USABLE) -> str:
+    return _smaller(device, needed, share) + _larger(device)
 
 
 def _larger(device: Device) -> str:

@@ -31,6 +31,8 @@ class Device:
     limit: int = 0
     offloaded: int = 0
     note: str = ""
+    savable: int = 0
+    """Bytes of one that moments in 8 bits would save; 0 where they are no choice, or chosen already."""
 
     @property
     def usable(self) -> int:

@@ -152,6 +152,8 @@ class InnerOptimizer:
                 self._zero_gradients()
                 if not self._need_less():
                     off = ", leave out --recompute off" if self.layers.forbids_recompute else ""
+                    if not self._eight_bit:
+                        off += ", add --moments 8bit unless the run is replayable"
                     raise TrainingError(
                         "the GPU's memory does not suffice for one window: stop other programs on it (nvidia-smi lists "
                         f"them), allow more with --gpu-memory if that is set, choose another with --device{off}, "

@@ -41,6 +41,10 @@ def look(
     layout = spec.model.layout
     largest = max(tensor.numel for tensor in layout.tensors) if dims.world > 1 else 0
     allowed = limits(spec, device.type, offloads=home != "device", eight_bit=moments == "8bit")
+    needed, savable = parallel_dims.memory(dims, allowed, largest), 0
+    if moments == "fp32" and dims.world == 1 and not spec.audit.replayable:
+        rounded = limits(spec, device.type, offloads=home != "device", eight_bit=True)
+        savable = needed - parallel_dims.memory(dims, rounded, largest)
     driver, gpus = _smi()
     if device.type == "cuda":
         # All of them: training is as fast as the slowest, and fits if it fits on the fullest.
@@ -54,9 +58,10 @@ def look(
         kind=device.type,
         layout=str(dims),
         ranks=dims.world,
-        needed=parallel_dims.memory(dims, allowed, largest),
+        needed=needed,
         offloaded=round_bytes(layout, spec.outer) if home != "device" else 0,
         note=note_of(home, spec) if home == "files" else "",
+        savable=savable,
         free=free,
         whole=whole,
         limit=gpu_memory if device.type == "cuda" else 0,

@@ -16,6 +16,7 @@ from peer.errors import TrainingError
 from peer.node.options import NodeOptions
 from peer.training import offload, trial
 from peer.training.device import choose_device, out_of_memory
+from peer.training.eight_bit import LEAST
 from peer.training.offload import Home, note_of
 from peer.training.parallel import setup
 from peer.training.parallel.micro_batch import MicroBatchProfile, MicroBatchStore
@@ -169,6 +170,35 @@ def test_the_doctor_judges_by_the_limit_and_says_how_to_have_more(device: Device
     assert "50.0 GB of a GPU's 80.0 GB are free, and --gpu-memory lets training take 16.0 GB" in finding.found
     assert verdict == "ok" or "--gpu-memory" in finding.remedy or "to this run alone" in finding.remedy
     assert fits(device) is (used > 0 or verdict != "no")
+
+
+@pytest.mark.parametrize(
+    ("device", "used", "remedy"),
+    [
+        (replace(GPU, needed=17 * GB, savable=6 * GB), 0, "add --moments 8bit, which needs bitsandbytes and 11.0 GB; or"),
+        (replace(GPU, needed=14 * GB, savable=5 * GB), 0, "add --moments 8bit, which needs bitsandbytes and 9.0 GB; or"),
+        (replace(GPU, savable=4 * GB), 17, "add --moments 8bit, which needs bitsandbytes and 13.0 GB; or"),
+        (replace(GPU, savable=GB), 16, "add --moments 8bit, which needs bitsandbytes and 15.0 GB; or leave it"),
+        (replace(GPU, free=9 * GB, savable=4 * GB), 0, "add --moments 8bit, which needs bitsandbytes and 6.0 GB; or stop"),
+        (replace(GPU, needed=17 * GB, savable=4 * GB), 0, "allow more"),
+        (replace(GPU, savable=GB), 17, "allow more"),
+    ],
+)  # fmt: skip
+def test_moments_in_8_bits_are_a_remedy_where_training_fits_with_them(device: Device, used: int, remedy: str):
+    samples = [Sample(1, 0.1, memory=used * GB)] if used else []
+    finding = memory_finding(Trial(device, samples), 0)
+    assert finding is not None and finding.remedy.removeprefix("it may not suffice: ").startswith(remedy), finding
+
+
+def test_the_doctor_knows_what_moments_in_8_bits_save(gpus):
+    one, values = ParallelDims(), sum(t.numel for t in tiny_spec().model.layout.tensors if t.numel >= LEAST)
+    found = trial.look(tiny_spec(), "auto", "cuda", one)
+    assert 0 < found.savable <= 6 * values
+    rounded = trial.look(tiny_spec(), "auto", "cuda", one, moments="8bit")
+    assert rounded.savable == 0 and rounded.needed == found.needed - found.savable
+    replayable = tiny_spec(audit={"replayable": True}, codec={"kind": "sign", "beta": 0})
+    assert trial.look(replayable, "auto", "cuda", one).savable == 0
+    assert trial.look(tiny_spec(), "cuda", "cuda", ParallelDims(fsdp=2)).savable == 0
 
 
 def test_what_fills_a_gpu_below_the_limit_is_another_program():
