@@ -38,6 +38,11 @@ class AuditCase:
     def is_conviction(self) -> bool:
         return self.outcome is not None and self.outcome.decision.convicted
 
+    @property
+    def stated(self) -> Round | None:
+        """The round of the record that decides it."""
+        return None if self.outcome is None else self.outcome.stated
+
     def finding(self, name_of: Callable[[PeerKey], str]) -> str:
         """Return what the failed reports measured and who measured it, for people; "" if none failed."""
         return describe_failures(((r.reporter, r.body) for r in self.reports), name_of)
@@ -45,7 +50,7 @@ class AuditCase:
     def describe(self, name_of: Callable[[PeerKey], str]) -> str:
         """Return whom a conviction convicts of what, and until when, as one sentence for people."""
         found = self.finding(name_of)
-        in_round = "" if self.outcome is None else f" in round {self.outcome.stated}"
+        in_round = "" if self.stated is None else f" in round {self.stated}"
         pardoned = "" if self.pardoned_in is None else f"; the owner has pardoned it in round {self.pardoned_in}"
         return (
             f"peer {name_of(self.author)} ({self.author.short}) is convicted{in_round}: its update of round "
@@ -175,10 +180,9 @@ class AuditIndex:
 def _pardon(penalties: AuditPenalties, stated: StatedPardon, cases: list[AuditCase]) -> AuditPenalties:
     """Return the penalties after a pardon, and note it in the case that it is for, if it holds."""
     after = penalties.pardoned([stated.pardon])
-    if after.of(stated.pardon.peer) != penalties.of(stated.pardon.peer):
+    if after is not penalties:
         for i, case in enumerate(cases):
-            is_meant = case.is_conviction and case.author == stated.pardon.peer and case.outcome is not None
-            if is_meant and case.outcome.stated == stated.pardon.round:
+            if case.is_conviction and (case.author, case.stated) == (stated.pardon.peer, stated.pardon.round):
                 cases[i] = replace(case, pardoned_in=stated.stated)
     return after
 

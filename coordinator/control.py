@@ -248,6 +248,8 @@ def describe(body: Directive) -> str:
     phrases = [body.run_status]
     if body.banned:
         phrases.append(f"{len(body.banned)} banned")
+    if body.pardons:
+        phrases.append(f"{len(body.pardons)} pardoned")
     changed = [n for n in body.changes.__slots__ if getattr(body.changes, n) is not None]
     if changed:
         phrases.append(f"{', '.join(changed)} changed from round {body.from_round}")

@@ -45,7 +45,7 @@ class AuditPenalties:
         """Return the penalties after a decision that a record of a round states.
 
         A conviction bars from the next round on: the first for `bar_rounds`, each one after it for twice as long
-        as the last. One that comes while the key is barred is for earlier work, and is part of the same conviction.
+        as the last. Several in one record count as one.
         """
         found, following = dict(self.by_key), Round(round_ + 1)
         for key in decision.refuted:
@@ -63,14 +63,14 @@ class AuditPenalties:
         """Return the penalties after pardons that a record carries, before its decisions.
 
         A pardon holds if it names the newest conviction of its peer: the bar ends, and the next one is no longer for
-        this conviction. Other pardons change nothing, so to repeat one is safe.
+        this conviction. Other pardons change nothing: it is safe to repeat one on the same branch.
         """
-        found = dict(self.by_key)
-        for pardon in pardons:
-            old = found.get(pardon.peer, _NO_PENALTY)
-            if old.barred_until and old.convicted_in == pardon.round:
-                found[pardon.peer] = AuditPenalty(old.stakeless_until, old.convictions - 1)
-        return AuditPenalties(found)
+        lifted = {
+            p.peer: AuditPenalty(old.stakeless_until, old.convictions - 1)
+            for p in pardons
+            if (old := self.of(p.peer)).barred_until and old.convicted_in == p.round
+        }
+        return AuditPenalties({**self.by_key, **lifted}) if lifted else self
 
     def is_barred(self, key: PeerKey, round_: Round) -> bool:
         """Return whether no record of a round may list an update of this key."""

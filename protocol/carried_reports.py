@@ -1,10 +1,10 @@
 """The work reports and decisions that a record may carry, by what its branch carries already. Pure.
 
 A record carries a report while the update's credit is pending: up to `hold_rounds` rounds after its own, once its
-auditors are drawn (`audits`). The last quarter is for juries: an accusation that nobody could answer would cost its
-authors nothing. Each is by a key that was drawn for it, or the owner, and a branch carries one of a key, update and
-check. A record states the decisions that follow, no others, as it states weights: so credit can be folded from
-certificates alone.
+auditors are drawn (`audits`). It carries none about an update that a decision has voided. The last quarter is for
+juries: an accusation that nobody could answer would cost its authors nothing. Each is by a key that was drawn for it,
+or the owner, and a branch carries one of a key, update and check. A record states the decisions that follow, no others,
+as it states weights: so credit can be folded from certificates alone.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class _AuditedUpdate:
     """Rounds from its own to that of the next record."""
     reports: list[Signed[WorkReport]] = field(default_factory=list)
     is_decided: bool = False
+    """A jury has decided about it, or has convicted its author since: that voids it, too."""
 
     def may_report(self, key: PeerKey) -> bool:
         """Return whether a key may be drawn. A stranger's report costs no draw: those take a millisecond or more."""
@@ -92,7 +93,7 @@ class CarriedReports:
         if audited is None:
             return NOTHING_PENDING
         if audited.is_decided:
-            return "a jury has decided about its update"
+            return "a jury has decided about its update, or has convicted its author"
         if author == audited.update.author:
             return "its author is the update's"
         if not audited.may_report(author) or (author not in audited.auditors and author not in audited.jury):
@@ -140,7 +141,7 @@ class CarriedReports:
         return audited.jury.keys() if audited is not None and audited.is_accused and not audited.is_decided else ()
 
     def is_decided(self, record: Digest, update: Digest) -> bool:
-        """Return whether the branch carries a decision about an update whose credit is pending."""
+        """Return whether the branch carries a decision about an update, or a later conviction of its author."""
         audited = self._named(record, update)
         return audited is not None and audited.is_decided
 
@@ -193,7 +194,8 @@ class CarriedReports:
                 audited = _AuditedUpdate(node.certificate, seed, header, stakes, self._rule, len(newer) + 1)
                 for later in reversed(newer):
                     audited.reports += [r for r in later.reports if r.body.update == update and r.body.record == record]
-                    audited.is_decided |= any((d.record, d.author) == (record, header.author) for d in later.decisions)
+                    about = [d for d in later.decisions if d.author == header.author]
+                    audited.is_decided |= any(d.convicted or d.record == record for d in about)
                 return audited
             newer.append(body)
             following = node.seed

@@ -512,7 +512,7 @@ class Chain:
         return self._node(parent).height < self.barred_until(author, parent)
 
     def barred_until(self, author: PeerKey, record: Digest) -> Round:
-        """Return the first round in which a record may list a key again; 0 if none convicted it. Raises ChainError."""
+        """Return the first round in which a record may list a key again; 0: no bar, or a pardon. Raises ChainError."""
         return self._node(record).penalties.of(author).barred_until
 
     def is_reduced_after(self, parent: Digest) -> bool:

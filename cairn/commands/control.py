@@ -254,18 +254,29 @@ def pardon(run: Path, keys: set[PeerKey], home: Path, reason: str) -> None:
     """
 
     def change(status: RunStatus) -> Directive:
-        if status.round is None:
-            raise CairnError("the coordinator must run: it knows the conviction. Start it, then try again")
-        if missing := sorted(keys - status.convicted.keys()):
-            raise CairnError(f"no audit bars {', '.join(k.short for k in missing)}: the run's page shows whom one does")
-        new = {status.convicted[key] for key in keys}
-        # Those left out at the limit are of the oldest rounds: a record has carried them long since.
-        newest = sorted({*status.body.pardons, *new}, key=lambda p: (p in new, p.round))[-MAX_PARDONS:]
+        pardons = pardons_with(status, keys)
         click.echo(f"pardoning {', '.join(k.short for k in sorted(keys))}; {_in_force(status)}")
-        pardons = tuple(sorted(newest, key=lambda p: (p.peer, p.round)))
         return replace(status.body, pardons=pardons, reason=reason or _kept_reason(status))
 
     _order(open_run(run, home), change)
+
+
+def pardons_with(status: RunStatus, keys: set[PeerKey]) -> tuple[Pardon, ...]:
+    """Return the pardons of a directive that pardons these keys, too. Raises CairnError."""
+    if status.round is None:
+        raise CairnError("the coordinator must run: it knows the conviction. Start it, then try again")
+    if missing := sorted(keys - status.convicted.keys()):
+        named = ", ".join(k.short for k in missing)
+        raise CairnError(f"no conviction bars {named} now: the run's page shows the barred")
+    # Of those before, only what no record carries yet has an effect still.
+    waiting = {p for p in status.body.pardons if status.convicted.get(p.peer) == p}
+    found = waiting | {status.convicted[key] for key in keys}
+    if len(found) > MAX_PARDONS:
+        raise CairnError(
+            f"at most {MAX_PARDONS} pardons at once, and no record carries {len(waiting)} of those before yet: name "
+            "fewer peers now, and the others when the run's page shows the first as pardoned"
+        )
+    return tuple(sorted(found, key=lambda p: (p.peer, p.round)))
 
 
 def _kept_reason(status: RunStatus) -> str:
@@ -370,7 +381,9 @@ def rollback(run: Path, round_: int, home: Path, reason: str, yes: bool) -> None
     def change(status: RunStatus) -> Directive:
         click.echo(f"rolling back from round {_round_to_leave(status)} to round {round_}, state {found.state.short}")
         back = Rollback(status.body.epoch + 1, found.record, Round(round_), found.state)
-        return replace(status.body, rollback=back, reason=reason or status.body.reason)
+        # On the new branch these rounds come again: whoever is convicted there is not pardoned yet.
+        pardons = tuple(p for p in status.body.pardons if p.round < round_)
+        return replace(status.body, rollback=back, pardons=pardons, reason=reason or status.body.reason)
 
     _order(opened, change)
 

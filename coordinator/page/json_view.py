@@ -140,8 +140,7 @@ def round_page(r: RoundOverview, announced: dict[PeerKey, float], name_of: NameO
 
 def conviction(c: AuditCase, name_of: NameOf, *, barred: bool) -> dict[str, Any]:
     """Return why a peer was convicted, in short: a row of peers has it."""
-    stated = None if c.outcome is None else c.outcome.stated
-    return {"round": stated, "update_round": c.round, "barred_until": c.barred_until, "barred": barred,
+    return {"round": c.stated, "update_round": c.round, "barred_until": c.barred_until, "barred": barred,
             "pardoned": c.pardoned_in, "message": c.finding(name_of)}  # fmt: skip
 
 

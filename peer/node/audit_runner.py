@@ -220,10 +220,8 @@ class AuditRunner:
             return "the chain has left its record"
         if chain.height(chain.head) - chain.height(record) >= self.spec.credit.hold_rounds:
             return "its credit has settled"
-        if any(u.digest == action.update and chain.is_barred(u.author, chain.head) for u in _updates(action)):
-            return "its author is convicted already"
         if chain.reports_after(chain.head).is_decided(record, action.update):
-            return "a jury has decided about it"
+            return "a jury has decided about it, or has convicted its author"
         return None
 
     def _report(self, action: AuditUpdate, answer: AuditAnswer) -> None:

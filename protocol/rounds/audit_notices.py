@@ -8,6 +8,7 @@ from protocol.audit_findings import Attributed, describe_failures, describe_repl
 from protocol.ids import Digest, Round
 from protocol.messages import AuditDecision, Certificate
 from protocol.rounds.context import Context
+from protocol.rounds.directive_gossip import because
 
 
 def notify_audits(context: Context, certificate: Certificate) -> None:
@@ -31,13 +32,14 @@ def notify_audits(context: Context, certificate: Certificate) -> None:
 def _notify_pardon(context: Context, certificate: Certificate) -> None:
     """Report to this peer that a directive in the record has lifted its bar."""
     chain, body = context.chain, certificate.record.body
-    pardons = () if body.directive is None else body.directive.body.pardons
-    if certificate.digest not in chain or context.me not in {p.peer for p in pardons} or body.parent not in chain:
+    if body.directive is None or certificate.digest not in chain or body.parent not in chain:
         return
+    directive = body.directive.body
+    why = because(directive) if directive.run_status == "running" else ""  # else it is the pause's
     if chain.is_barred(context.me, body.parent) and not chain.barred_until(context.me, certificate.digest):
         text = (
-            "the run's owner has pardoned this peer: it trains again, as a newcomer. The stake and the credit that its "
-            "conviction took stay lost"
+            f"the run's owner has pardoned this peer{why}: it trains again, as a newcomer. "
+            "The stake and the credit that its conviction took stay lost"
         )
         context.notify("info", "pardoned", text, context.me)
 

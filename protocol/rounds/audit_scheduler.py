@@ -251,16 +251,9 @@ class AuditScheduler:
         return any((r.body.record, r.body.update, r.body.check) == (record, update, check) for r in own)
 
     def _is_wanted(self, following: CarriedReports, record: Digest, update: Digest, check: UpdateCheck) -> bool:
-        """Return whether a record may carry our report, and the author is not convicted, which voids the update too.
-
-        A screen is followed by the report of a replay, if by any.
-        """
-        signer, chain = self._signer, self._context.chain
-        reported = "replay" if check == "screen" else check
-        if signer is None or following.refusal(record, update, signer.key, reported) is not None:
-            return False
-        author = next(u.author for u in chain.certificate(record).record.body.updates if u.digest == update)
-        return not chain.is_barred(author, chain.head)
+        """Return whether a record may carry our report. A screen is followed by the report of a replay, if by any."""
+        signer, reported = self._signer, "replay" if check == "screen" else check
+        return signer is not None and following.refusal(record, update, signer.key, reported) is None
 
     def _request(self, record: Digest, update: Digest, check: UpdateCheck, seed: bytes, asked: _Asked) -> None:
         self._asked[_Name.of(record, update, check, seed)] = asked

@@ -19,7 +19,7 @@ from protocol.errors import CairnError
 from protocol.ids import Digest, Round
 from protocol.invite import HostPort, Invite
 from protocol.message_codec import KeySigner, MessageDecoder
-from protocol.messages import AuditDecision, Directive, Pardon, Rollback, RoundChanges
+from protocol.messages import MAX_PARDONS, AuditDecision, Directive, Pardon, Rollback, RoundChanges
 from tests.support.command_line import Done, cairn
 from tests.support.coordinator_fakes import FakeSwarm, make_spec, peer, state
 from tests.support.coordinator_service import client, running, settled, web
@@ -302,7 +302,9 @@ async def test_a_pardon_names_the_newest_conviction_and_is_only_for_the_barred(t
 
         await until(lambda: barred() == [liar], "the liar is barred", every=0.05)
         refused = await pardon(peer(0).key, liar)
-        assert refused.returncode == 1 and f"no audit bars {peer(0).key.short}: the run's page" in refused.stderr
+        assert (
+            refused.returncode == 1 and f"no conviction bars {peer(0).key.short} now: the run's page" in refused.stderr
+        )
         assert coordinator.control.newest is None
         done = await pardon(liar)
         newest = coordinator.control.newest
@@ -311,7 +313,7 @@ async def test_a_pardon_names_the_newest_conviction_and_is_only_for_the_barred(t
         swarm.round({0: 10})
         await until(lambda: not barred(), "the pardon is carried", every=0.05)
         again = await pardon(liar)
-        assert again.returncode == 1 and "no audit bars" in again.stderr
+        assert again.returncode == 1 and "no conviction bars" in again.stderr
 
 
 @pytest.mark.asyncio
@@ -322,7 +324,8 @@ async def test_an_order_that_comes_while_a_rollback_asks_stays_in_force(tmp_path
     swarm.blobs.add(state(2))
     archived = ArchivedState(tmp_path, RUN, 2, state(2), swarm.chain.certificates[1].digest, 0)
     monkeypatch.setattr("coordinator.checkpoints.archive.Archive.all", lambda _archive: [archived])
-    ban = word(5, banned=(peer(1).key,), reason="sends noise")
+    kept, undone = (Pardon(peer(2).key, Round(n)) for n in (1, 2))
+    ban = word(5, banned=(peer(1).key,), reason="sends noise", pardons=(kept, undone))
     async with running(tmp_path, swarm=swarm) as (coordinator, _):
         loop = asyncio.get_running_loop()
 
@@ -341,6 +344,21 @@ async def test_an_order_that_comes_while_a_rollback_asks_stays_in_force(tmp_path
         newest = coordinator.control.newest
     assert newest is not None and newest.body.rollback is not None
     assert newest.body.banned == (peer(1).key,)
+    assert newest.body.pardons == (kept,), "round 2 comes again, and nothing in it is pardoned yet"
+
+
+def test_pardons_wait_until_a_record_carries_them():
+    keys = sorted(peer(n).key for n in range(MAX_PARDONS + 2))
+    convicted = {key: Pardon(key, Round(5)) for key in keys}
+    first = owner_commands.pardons_with(owner_commands.RunStatus(Directive(RUN, 1), 9, convicted), set(keys[:2]))
+    assert first == tuple(convicted[key] for key in keys[:2])
+    given = Directive(RUN, 2, pardons=first)
+    waiting = owner_commands.RunStatus(given, 9, convicted)
+    assert len(owner_commands.pardons_with(waiting, set(keys[2:MAX_PARDONS]))) == MAX_PARDONS
+    with pytest.raises(CairnError, match="no record carries 2 of those before yet"):
+        owner_commands.pardons_with(waiting, set(keys[2:]))
+    carried = owner_commands.RunStatus(given, 10, {key: convicted[key] for key in keys[2:]})
+    assert owner_commands.pardons_with(carried, set(keys[2:])) == tuple(convicted[key] for key in keys[2:])
 
 
 @pytest.mark.asyncio

@@ -19,6 +19,7 @@ from peer.node.audit_runner import SCREENS_TOGETHER, AuditRunner
 from peer.node.options import NodeOptions
 from peer.node.state_fetcher import StateFetcher
 from protocol.audits import UpdateCheck
+from protocol.carried_reports import CarriedReports
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey, sha256
 from protocol.messages import Score
@@ -413,14 +414,14 @@ async def test_an_author_cannot_choose_a_key_that_is_replayed_last(tmp_path):
         assert authors[: len(newcomers)] != authors[len(newcomers) :]
 
 
-async def test_who_is_convicted_is_not_checked_any_more(tmp_path, monkeypatch, caplog):
+async def test_what_is_decided_is_not_checked_any_more(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     async with world(tmp_path) as w:
-        monkeypatch.setattr(w.chain, "is_barred", lambda author, parent: author == peer(2).key)
+        monkeypatch.setattr(CarriedReports, "is_decided", lambda _reports, _record, _update: True)
         w.ask(2)
         await w.done(1)
         assert not w.process.asked and not w.posted
-    assert "its author is convicted already" in caplog.text
+    assert "a jury has decided about it, or has convicted its author" in caplog.text
 
 
 async def test_the_queue_is_bounded_and_has_each_check_once(tmp_path, monkeypatch):

@@ -133,6 +133,27 @@ def test_reports_that_are_late_foreign_repeated_or_by_others_are_refused(branch)
     assert "has decided" in refusal(branch, branch.record(late, decisions=()))
 
 
+def test_a_conviction_settles_all_earlier_updates_of_its_author_and_none_of_others():
+    branch = Branch(hold=12)
+    chain, earlier = branch.chain, branch.audited
+    branch.add()
+    record, _, jurors = accused(branch)
+    first = branch.auditors(earlier)[0]
+    assert chain.reports_after(chain.head).report_refusal(report(earlier, first)) is None
+    convicted = branch.add(*(report(record, key) for key in jurors)).record.body.round
+    following = chain.reports_after(chain.head)
+    assert "has convicted its author" in str(following.report_refusal(report(earlier, first)))
+    other = OTHERS[0]
+    by = branch.auditors(earlier, other)[0]
+    assert following.report_refusal(report(earlier, by, author=other)) is None
+    branch.add(directive=pardon(LIAR, convicted))
+    assert "has convicted its author" in refusal(branch, branch.record(report(earlier, first), decisions=()))
+    later = branch.add()
+    branch.add()
+    by = branch.auditors(later)[0]
+    assert chain.reports_after(chain.head).report_refusal(report(later, by)) is None, "its new work is audited"
+
+
 def test_a_report_is_carried_until_its_update_settles(branch):
     record = branch.audited
     for _ in range(HOLD - 2):

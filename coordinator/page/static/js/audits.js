@@ -149,7 +149,7 @@ function decidedCase(c, now) {
     el("p", {}, outcome(c), " in round ", roundLink(d.round), ". Its update of round ", roundLink(c.round), " was not trained as it claims, said most of a jury's stake: ", summary(c), "."),
     el("p", {}, `${voided}, and what it did before is no stake any more. `, isBarred ? `It is barred until round ${d.barred_until}; the run is in round ${now}.` : d.pardoned !== null ? `The run's owner pardoned it in round ${d.pardoned}.` : `Its bar has ended with round ${d.barred_until}.`),
     el("p", {}, el("strong", {}, "What its volunteer can do: "), isBarred
-      ? "leave it running. It trains again by itself when the bar ends, as a newcomer: each of its updates is checked until it has stake. Settled credit remains. A decision stands, so if the work was honest, find the cause first: faulty memory, an overclocked GPU, another driver or version of Cairn can give other bits. Then write to the run's owner with the number of this round: the owner can pardon, which ends the bar."
+      ? "leave it running. It trains again by itself when the bar ends, as a newcomer: each of its updates is checked until it has stake. Settled credit remains. If the work was honest, find the cause first: faulty memory, an overclocked GPU, another driver or version of Cairn can give other bits. Then write to the run's owner with the number of this round: the owner can pardon, which ends the bar."
       : "nothing more. It may train as a newcomer: each of its updates is checked until it has stake."),
     reports(c));
 }
