@@ -14,6 +14,9 @@ from cairn.files import refuse_existing, write_new
 PARAMETERS = 10**9
 """Parameters of the model if neither a model nor a number is given."""
 
+DTYPES = ("bfloat16", "float32", "int8", "nf4")
+"""Of `protocol.spec.AdapterSettings`, whose import takes long."""
+
 PEERS = click.option("--peers", type=int, default=16, show_default=True, help="Volunteers at a time.")
 UPLINK = click.option("--uplink", type=float, default=100, show_default=True, help="Mbit/s that a typical one sends.")
 FORCE = click.option("--force", is_flag=True, help="Write over what is there.")
@@ -100,12 +103,15 @@ def plan(
 @UPLINK
 @click.option("--sft", metavar="INPUT", help="Conversations to train on: JSONL or Parquet, a folder or an address.")
 @click.option("--adapter", type=click.IntRange(1, 1024), help="Train a LoRA adapter of this rank, not the whole model.")
+@click.option(
+    "--dtype", type=click.Choice(DTYPES), help="Of the adapter's base; nf4: for small GPUs.  [default: bfloat16]"
+)
 @click.option("--window", type=int, help="Tokens that the model sees at once.  [default: up to 2048]")
 @count_option("--total-tokens", "Of the run.  [default: 100M; with --sft three passes]")
 @FORCE
 def init(
-    folder: Path, out: Path, peers: int, uplink: float, sft: str | None, adapter: int | None, window: int | None,
-    total_tokens: int | None, force: bool,
+    folder: Path, out: Path, peers: int, uplink: float, sft: str | None, adapter: int | None, dtype: str | None,
+    window: int | None, total_tokens: int | None, force: bool,
 ) -> None:  # fmt: skip
     """Write a commented run.toml for a run that continues from a trained model (fine-tuning)."""
     from coordinator.authoring.chat_template import TEMPLATE
@@ -114,12 +120,18 @@ def init(
     from protocol.spec import AdapterSettings
 
     refuse_existing(out, force=force)  # before anything is written
+    if dtype is not None and adapter is None:
+        raise click.BadParameter("it is of an adapter's frozen base: give --adapter, too", param_hint="--dtype")
     try:
         # The model is the folder's: 1 parameter stands for it until it is read.
         inputs = PlanInputs(model=1, peers=peers, uplink=uplink, total_tokens=total_tokens)
         if window is not None:
             inputs = replace(inputs, window=window)
-        settings = None if adapter is None else AdapterSettings(rank=adapter, alpha=2 * adapter)
+        settings = None
+        if adapter is not None:
+            settings = AdapterSettings.model_validate(
+                {"rank": adapter, "alpha": 2 * adapter, "dtype": dtype or DTYPES[0]}
+            )
         draft = run_file_from(folder, out, inputs, sft, settings, report=lambda line: click.echo(line, err=True))
     except PlanError as e:
         raise _bad_option(e.field, e.reason) from None

@@ -93,7 +93,7 @@ async def try_device(
             case {"refused": reason}:
                 trial.refused = str(reason)
             case {"device": found}:
-                trial.device = Device(**found | {"unused": tuple(found["unused"])})
+                trial.device = Device.of(found)
                 progress(f"building the model on {trial.device.name}")
             case {"built": _}:
                 built = True

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,11 @@ class Device:
     note: str = ""
     savable: int = 0
     """Bytes of one that moments in 8 bits would save; 0 where they are no choice, or chosen already."""
+
+    @classmethod
+    def of(cls, report: Mapping[str, Any]) -> Device:
+        """Return the device that the process of a check has reported."""
+        return cls(**{**report, "unused": tuple(report["unused"])})
 
     @property
     def usable(self) -> int:

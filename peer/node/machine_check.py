@@ -9,8 +9,10 @@ import asyncio
 import shutil
 from typing import Any
 
+from peer.doctor.device import memory_finding
 from peer.doctor.device_process import CHECK_SECONDS, run_check
-from peer.doctor.disk import disk_finding
+from peer.doctor.disk import disk_finding, files_room
+from peer.doctor.measurements import Device, Trial
 from peer.errors import PeerError
 from peer.node.options import NodeOptions
 from peer.node.trainer_files import write_spec
@@ -20,6 +22,9 @@ from peer.training.eight_bit import refusal
 from protocol.adapter import missing_package
 from protocol.spec import RunSpec
 
+LARGE = 10**9
+"""Bytes of a model's weights, as fetched, from which the GPU's memory is looked at: that takes some seconds."""
+
 
 async def check_machine(spec: RunSpec, options: NodeOptions, store: Store) -> None:
     """Raise PeerError, with what to do, if this machine cannot take part in the run."""
@@ -28,7 +33,10 @@ async def check_machine(spec: RunSpec, options: NodeOptions, store: Store) -> No
     if options.moments == "8bit" and (never := refusal(spec)):
         raise PeerError(never)
     check_disk(spec, options, store)
-    await check_devices(spec, options)
+    with disk(f"reading the size of the disk of {store.folder}"):
+        limit, used, free = store.limit_bytes, store.used_bytes, store.free_bytes
+    room = files_room(spec, limit=limit, used=used, free=free, private_data=options.private_data)
+    await check_devices(spec, options, room)
 
 
 def check_disk(spec: RunSpec, options: NodeOptions, store: Store) -> None:
@@ -40,24 +48,28 @@ def check_disk(spec: RunSpec, options: NodeOptions, store: Store) -> None:
     ).require()
 
 
-async def check_devices(spec: RunSpec, options: NodeOptions) -> None:
+async def check_devices(spec: RunSpec, options: NodeOptions, room: int = 0) -> None:
     """Raise PeerError if the trainer, or an auditor, could not use the devices that the user named.
 
-    There is nothing to check for a CPU, or for what `auto` chooses.
+    If the model is large, a GPU must have the memory that training takes of it, named or not. `room`: the most bytes
+    of files that the trainer may write. Otherwise there is nothing to check for a CPU, or for what `auto` picks.
     """
     if options.trainer_command:
         return
     devices = [d for d in (options.device, options.audit_device) if d.startswith("cuda")]
     asked = [word for device in dict.fromkeys(devices) for word in ("--device", device)]
-    if options.trains and options.parallel not in ("auto", "dp=1"):
-        asked = ["--parallel", options.parallel, "--device", options.device, *asked]
+    is_large = weight_bytes(spec) >= LARGE and options.device != "cpu"
+    if options.trains and (is_large or options.parallel not in ("auto", "dp=1")):
+        share = str(options.gpu_share(replayable=spec.audit.replayable))
+        memory = ("--gpu-memory", share, "--moments", options.moments, "--disk", str(room))
+        asked = ["--parallel", options.parallel, "--device", options.device, *asked, *memory]
     if not asked:
         return
-    refused = ""
+    refused, found = "", dict[str, Any]()
 
     def take(report: dict[str, Any]) -> None:
-        nonlocal refused
-        refused = str(report.get("refused", refused))
+        nonlocal refused, found
+        refused, found = str(report.get("refused", refused)), report.get("device", found)
 
     try:
         end = await run_check(write_spec(spec, options.folder), asked, take)
@@ -65,3 +77,11 @@ async def check_devices(spec: RunSpec, options: NodeOptions) -> None:
         raise PeerError(f"{' '.join(asked)}: no answer from the device in {CHECK_SECONDS:.0f} s") from None
     if end:
         raise PeerError(refused or f"{' '.join(asked)}: the check of the device failed: {end}")
+    if found.get("kind") == "cuda" and (memory_is := memory_finding(Trial(Device.of(found)), 0)) is not None:
+        memory_is.require()
+
+
+def weight_bytes(spec: RunSpec) -> int:
+    """Return the bytes of the weights that a peer of a run fetches: those that it trains, and a frozen base."""
+    adapter = spec.model.adapter
+    return 4 * spec.model.layout.numel + (0 if adapter is None else adapter.base.size)

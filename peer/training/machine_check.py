@@ -37,8 +37,8 @@ def main() -> int:
     parser.add_argument("--steps", type=float, help="seconds of steps to measure, with --parallel")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--gpu-memory", type=int, default=0, help="the most bytes of each GPU; 0: all")
-    parser.add_argument("--moments", default="fp32", help="form of the optimizers' moments, for the steps")
-    parser.add_argument("--disk", type=int, default=0, help="the most bytes of files, for the steps")
+    parser.add_argument("--moments", default="fp32", help="form of the optimizers' moments")
+    parser.add_argument("--disk", type=int, default=0, help="the most bytes of files")
     asked = parser.parse_args()
     if not exit_with_parent(asked.parent):
         return 1
@@ -69,8 +69,6 @@ def _reports(asked: argparse.Namespace, spec: RunSpec) -> Iterator[tuple[str, An
         return
     device, memory, moments = asked.device[0], asked.gpu_memory, asked.moments
     dims, kind, _, home = resolve(asked.parallel, device, spec, memory, asked.disk, eight_bit=moments == "8bit")
-    if asked.steps is None:
-        return
     from peer.doctor.device import fits
 
     with quiet_imports():
@@ -78,7 +76,7 @@ def _reports(asked: argparse.Namespace, spec: RunSpec) -> Iterator[tuple[str, An
 
     found = trial.look(spec, device, kind, dims, memory, moments, home)
     yield "device", asdict(found)
-    if fits(found):
+    if asked.steps is not None and fits(found):
         trainer = trial.build(asked.spec, device, dims, asked.threads, memory, moments, asked.disk)
         yield "built", True
         for sample in trial.steps(trainer, dims, asked.steps):

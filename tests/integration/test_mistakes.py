@@ -209,6 +209,7 @@ SERVE = ("coordinator", "serve", "run.toml")
         (ERROR, ("run", "pause", "run.toml"), "(`cairn coordinator serve` prints it), or its run.toml, with --home"),
         (USAGE, ("run", "pause", "run.toml", "--reason", "\udcff"), "bytes on one line"),
         (USAGE, ("run", "ban", "run.toml", "zzz"), "`cairn status INVITE --json` show the keys of peers"),
+        (USAGE, ("run", "init", "--from", ".", "--out", "x.toml", "--dtype", "nf4"), "give --adapter, too"),
         # models
         (ERROR, ("export", "gone", "out"), "name a run's folder"),
         (ERROR, ("export", "text.txt", "out"), "with --spec"),

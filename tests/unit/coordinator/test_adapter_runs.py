@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from cairn.checkpoints import find_checkpoint
+from cairn.commands.run_file import DTYPES
 from coordinator.adapter_export import export_adapter, export_merged
 from coordinator.authoring.errors import RunFileError
 from coordinator.authoring.resolve import ResolvedRun, resolve
@@ -384,13 +385,19 @@ def test_init_writes_a_run_that_trains_an_adapter(base: Path, begun: ResolvedRun
     shutil.copytree(base / "base", model)
     shutil.copy(begun.blobs[begun.spec.tokenizer.name], model / "tokenizer.json")
     path = tmp_path / "run.toml"
-    done = cairn("run", "init", "--from", model, "--out", path, "--total-tokens", "10M", "--adapter", "4")
+    done = cairn(
+        "run", "init", "--from", model, "--out", path, "--total-tokens", "10M", "--adapter", "4", "--dtype", "float32"
+    )
     assert done.returncode == 0, done.stderr
     shutil.copy(base / "documents.jsonl", tmp_path)
     path.write_text(path.read_text().replace("EDIT-ME/", "").replace("validation_every = 100", "validation_every = 5"))
     run_file = load_run(path)
-    assert run_file.model.adapter == AdapterSettings(rank=4, alpha=8) and run_file.weights == model
+    assert run_file.model.adapter == AdapterSettings(rank=4, alpha=8, dtype="float32") and run_file.weights == model
     assert resolve(run_file, tmp_path / "work", OWNER).spec.model.adapter is not None
+
+
+def test_the_dtypes_of_the_command_are_those_of_the_spec():
+    assert get_args(AdapterSettings.model_fields["dtype"].annotation) == DTYPES
 
 
 def test_export_writes_an_adapter_or_a_merged_model(base: Path, begun: ResolvedRun, learnt: Path, tmp_path: Path):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from peer.doctor.device_process import Report
+from peer.doctor.measurements import Device
 from peer.errors import PeerError
+from peer.node import machine_check
 from peer.node.machine_check import check_devices, check_disk
 from peer.node.options import NodeOptions
 from peer.store import Store
@@ -41,6 +45,49 @@ async def test_what_cannot_fail_is_not_checked(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("asyncio.create_subprocess_exec", None)
     await check_devices(SPEC, NodeOptions(tmp_path, device="cpu", parallel="dp=1"))
     await check_devices(SPEC, NodeOptions(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("kind", "needed", "remedy"),
+    [("cuda", 11, "add --moments 8bit, which needs bitsandbytes and 6.0 GB"), ("cuda", 8, ""), ("cpu", 11, "")],
+)
+async def test_a_gpu_that_is_too_small_for_a_large_model_is_refused_before_the_download(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, needed: int, remedy: str
+):
+    monkeypatch.setattr(machine_check, "LARGE", 1)
+    gb, told = 10**9, list[tuple[str, ...]]()
+
+    async def run_check(spec: Path, words: Sequence[str], report: Report) -> str:
+        told.append(tuple(words))
+        device = Device("GPU", kind, "dp=1", 1, needed * gb, 10 * gb, 10 * gb, "2.9.0", savable=5 * gb)
+        report({"device": asdict(device)})
+        return ""
+
+    monkeypatch.setattr(machine_check, "run_check", run_check)
+    options = NodeOptions(tmp_path, gpu_memory=lambda: 4 * gb)
+    if remedy:
+        with pytest.raises(PeerError, match=f"training needs 11.0 GB .* of a GPU's 10.0 GB are free: {remedy}"):
+            await check_devices(SPEC, options, 7)
+    else:
+        await check_devices(SPEC, options, 7)
+    limits = ("--gpu-memory", str(4 * gb), "--moments", "fp32", "--disk", "7")
+    assert told == [("--parallel", "auto", "--device", "auto", *limits)]
+    await check_devices(SPEC, NodeOptions(tmp_path, device="cpu"))
+    assert len(told) == 1, "nothing to look at"
+
+
+async def test_the_check_of_a_large_model_runs_as_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    found, check = list[dict[str, object]](), machine_check.run_check
+
+    async def run_check(spec: Path, words: Sequence[str], report: Report) -> str:
+        return await check(spec, words, lambda each: (found.append(each), report(each))[1])
+
+    monkeypatch.setattr(machine_check, "LARGE", 1)
+    monkeypatch.setattr(machine_check, "run_check", run_check)
+    await check_devices(SPEC, NodeOptions(tmp_path))
+    (report,) = found
+    device = Device.of(report["device"])
+    assert device.needed > 0 and device.kind == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def test_the_disk_must_hold_what_every_peer_fetches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
