@@ -14,8 +14,9 @@ from coordinator.authoring.toml_file import tomllib
 from protocol.ids import PeerKey
 
 ROUNDS, ROUND_SECONDS = 28, 12
-HOLD_ROUNDS = 12
-"""Rounds in which an update may be audited: replays of two liars' updates take half of them on two cores."""
+HOLD_ROUNDS = 24
+"""Rounds in which an update may be audited. Replays of two liars' updates take 6 rounds on two idle cores, 20 on two
+that three such swarms share."""
 
 
 @dataclass(frozen=True, slots=True)
