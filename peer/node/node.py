@@ -50,7 +50,8 @@ class Node:
     bus: NodeEvents
     tasks: Tasks
     must_restart: bool = field(default=False, init=False)
-    """True when the node must be built and run again: the run was rolled back further than its memory goes."""
+    """True when the node must be built and run again: a rollback goes further back than its memory, or a run that was
+    over here goes on."""
 
     def __post_init__(self) -> None:
         self._finished = asyncio.Event()

@@ -158,8 +158,16 @@ class Departure:
             self._check_at, self._sent = self._context.now + QUIET_SECONDS, -QUIET_BYTES
 
     def stay(self, anybody_behind: Callable[[], bool], status: LocalStatus) -> None:
-        """Finish once nobody needs the last state any more: nobody is behind, and little was sent lately."""
+        """Finish once nobody needs the last state any more: nobody is behind, and little was sent lately.
+
+        If the others go on from a record beside our last one, start again: that is what counts.
+        """
+        chain = self._context.chain
         if self._completed is None or self.has_left or not self._context.deadlines.due("stay", self._check_at):
+            return
+        if self._reached_total and not is_total_reached(self._context.policy.total_windows, chain.weight(chain.head)):
+            self._completed = None
+            self._context.emit(Finished("another record counts than the last one here: the run goes on", again=True))
             return
         reason, since = self._completed
         busy, self._sent = status.bytes_up - self._sent > QUIET_BYTES, status.bytes_up

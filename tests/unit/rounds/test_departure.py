@@ -79,6 +79,19 @@ def test_when_the_run_is_over_and_nobody_is_behind_it_finishes_soon():
     assert not b.of(do.Finished)
 
 
+def test_it_starts_again_if_the_others_go_on_from_a_record_beside_its_last_one():
+    b = completed(behind=True)
+    rivals = [b.header(key, windows=4) for key in OTHERS[:3]]
+    rival = certificate(b.record(OTHERS[0], rivals), OTHERS[:3])
+    b.step(ev.CertificateReceived(rival, OTHERS[0]), 1.0)
+    assert b.chain.head == rival.digest and b.chain.weight(rival.digest) < 25
+    b.step(ev.Tick(), QUIET_SECONDS)
+    (finished,) = b.of(do.Finished)
+    assert finished.again and "the run goes on" in finished.reason
+    b.step(ev.Tick(), 3 * QUIET_SECONDS)
+    assert not b.of(do.Finished)
+
+
 def test_it_stays_for_a_member_that_is_behind():
     assert seconds_until_finished(completed(behind=True), caught_up=42.0) == 45.0
 
