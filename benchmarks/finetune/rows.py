@@ -35,8 +35,21 @@ KINDS = (
 )
 """The trained part of the model, the way of training, and the inner optimizer."""
 
+LARGER = (
+    ("whole", "alone", "muon"),
+    ("whole", "together", "muon"),
+    ("adapter", "alone", "adamw"),
+    ("adapter", "together", "adamw"),
+    ("adapter", "together, Nesterov", "adamw"),
+    ("adapter", "together, A frozen", "adamw"),
+)
+"""Those measured with more peers than the fewest: the written optimizers, and the outer steps."""
+
 LONGER = (("adapter", "adamw", 3), ("adapter", "adamw", 9), ("whole", "muon", 9))
 """The trained part, the inner optimizer, and how many times the usual steps: measured with the fewest peers."""
+
+LARGER_AND_LONGER = (("adapter", "adamw", 9),)
+"""The same, measured with more peers."""
 
 FIRST_LR = {("whole", "muon"): 4e-3, ("adapter", "adamw"): 8e-3, ("adapter", "muon"): 16e-3}
 """The first learning rate of a row's search."""
@@ -63,13 +76,16 @@ def sizes_of(*, quick: bool) -> tuple[BaseModel, Tuning]:
 
 
 def rows(sizes: Sequence[int]) -> list[Row]:
-    """Return the rows, the smallest swarm first."""
+    """Return the rows, the smallest swarm first, then those with more steps."""
+    least, *others = sorted(sizes)
     longer = [
-        Row(what, way, optimizer, min(sizes), times * TUNING.steps)
-        for what, optimizer, times in LONGER
+        Row(what, way, optimizer, n, times * TUNING.steps)
+        for n, kinds in [(least, LONGER), *((n, LARGER_AND_LONGER) for n in others)]
+        for what, optimizer, times in kinds
         for way in ("alone", "together")
     ]
-    return [Row(*kind, n) for n in sorted(sizes) for kind in KINDS] + longer
+    larger = [Row(*kind, n) for n in others for kind in LARGER]
+    return [*(Row(*kind, least) for kind in KINDS), *larger, *longer]
 
 
 def measure(

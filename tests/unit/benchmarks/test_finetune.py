@@ -10,7 +10,7 @@ import pytest
 from benchmarks.finetune.__main__ import best, goals, show, to_alone
 from benchmarks.finetune.base import BaseModel, make_base
 from benchmarks.finetune.chat import conversations, write_conversations
-from benchmarks.finetune.rows import KINDS, LONGER, TUNING, Row, rows
+from benchmarks.finetune.rows import KINDS, LARGER, LARGER_AND_LONGER, LONGER, TUNING, Row, rows
 from benchmarks.finetune.world import FineTuning, Tuning
 from protocol.spec import TRAINED
 
@@ -49,7 +49,8 @@ def test_goals_compare_with_one_process_and_without_runs_nothing_is_measured():
 
 
 def test_a_row_of_each_kind_and_size_is_measured_once():
-    assert len(set(rows([4, 8]))) == len(rows([4, 8])) == 2 * len(KINDS) + 2 * len(LONGER)
+    many = len(KINDS) + len(LARGER) + 2 * len(LONGER) + 2 * len(LARGER_AND_LONGER)
+    assert len(set(rows([8, 4]))) == len(rows([4, 8])) == many
 
 
 def test_held_out_conversations_are_of_other_addresses():
