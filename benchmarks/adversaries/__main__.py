@@ -12,6 +12,7 @@ JSON keys:
   honest: a list, each with commit, profile, parameters, seed, updates, comparisons; verdicts: comparisons by verdict
     (`passed`, `passed second`: in the other precision; `no report`; `failed`); pairs: the same by precisions and steps,
     with agreement of signs and ratio of norms
+  large: a row as of `runs`, without an attack, of updates of 640 windows
   runs: a list, each with attack (null: all honest), hostile, defences, established, seed; loss (validation, nats a
     token), loss_ratio (to the honest run of 16, same seed), ended (why it broke, or null), rounds (to the run's end),
     rounds_audited, named_after (rounds from the first fake to the conviction of each hostile peer), honest_convicted,
@@ -36,10 +37,9 @@ import torch
 
 from benchmarks import report
 from benchmarks.adversaries import honest, swarm
-from benchmarks.adversaries.lineup import ABSENT, ATTACKS, DEFENCES, NAMED_WITHIN, SAVES, SMALL, SWARM, TINY
+from benchmarks.adversaries.lineup import ABSENT, ATTACKS, DEFENCES, LARGE, NAMED_WITHIN, SAVES, SMALL, SWARM, TINY
 from benchmarks.adversaries.swarm import Scenario
 from benchmarks.convergence.corpus import corpus
-from protocol.audits import LOSS_CHECK_PASSES, TRAINED_WINDOW_PASSES, WINDOWS_COMPARED
 
 FOR = {
     "clip alone": ("flip, largest claim", "weights and clip"),
@@ -52,8 +52,6 @@ FOR = {
 """Defences with one left out: the attack that the missing one is for, and the defences to compare with."""
 BROKEN = 100.0
 """The loss ratio of a run that broke."""
-LARGE = 640
-"""Windows of the largest update whose loss checks are as rare as those of a small one."""
 HONEST = ((TINY, 120), (SMALL, 12))
 """Swarms of honest peers, and how many of their updates are compared."""
 
@@ -134,10 +132,9 @@ def goals(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     for attack, saved, voided in gains(results):
         told = f"{voided / saved:.2g} voided for each saved"
         goal(f"{attack}: voids more updates of the hostile than it saves them", told, voided > saved)
-    honest_runs = [r for r in runs if r["attack"] is None]
-    if honest_runs:
-        share = mean(map(_share_for_large_updates, honest_runs))
-        goal(f"audits of updates of {LARGE} windows cost at most 5% of their training", share, share <= 0.05)
+    if large := results.get("large"):
+        share = checks_share(large)
+        goal(f"audits of updates of {LARGE.windows} windows cost at most 5% of their training", share, share <= 0.05)
     for name, (attack, other) in FOR.items():
         without = [r for r in runs if r["defences"] == name]
         seeds = {r["seed"] for r in without}
@@ -156,15 +153,9 @@ def goals(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def _share_for_large_updates(run: Mapping[str, Any]) -> float:
-    """Return the cost of a run's audits for updates of LARGE windows, as a share of their training.
-
-    Replays grow with the update. Loss checks are as rare, and cost the same for 64 windows and more. Screens do, too.
-    """
-    passes = SWARM.windows * TRAINED_WINDOW_PASSES
-    checks = (run["audit_share"] - run["replay_share"]) * passes / (4 * min(WINDOWS_COMPARED, SWARM.windows))
-    loss = checks * LOSS_CHECK_PASSES / (LARGE * TRAINED_WINDOW_PASSES)
-    return run["replay_share"] + loss + run["screen_share"] * SWARM.windows / LARGE
+def checks_share(run: Mapping[str, Any]) -> float:
+    """Return the cost of all checks of a run, as a share of its training."""
+    return run["audit_share"] + run["screen_share"]
 
 
 def _harm(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -289,7 +280,7 @@ def show_cost(results: Mapping[str, Any]) -> str:
     """Return the table of what audits cost, as shares of the training of the honest."""
     shares: list[tuple[str, Callable[[Mapping[str, Any]], float]]] = [
         ("loss checks", lambda r: r["audit_share"] - r["replay_share"]), ("replays", lambda r: r["replay_share"]),
-        ("screens", lambda r: r["screen_share"]), ("in all", lambda r: r["audit_share"] + r["screen_share"]),
+        ("screens", lambda r: r["screen_share"]), ("in all", checks_share),
     ]  # fmt: skip
     rows = []
     groups = {
@@ -303,9 +294,9 @@ def show_cost(results: Mapping[str, Any]) -> str:
         worst = max(groups["under attack, mean"], key=lambda r: r["audit_share"])
         label = f"most for checks ({worst['hostile']}: {worst['attack']})"
         rows.append([label, 1, *(f"{share(worst):.0%}" for _, share in shares)])
-    if groups["nobody attacks"]:
-        large = mean(map(_share_for_large_updates, groups["nobody attacks"]))
-        rows.append([f"nobody attacks, computed for {LARGE} windows", None, None, None, None, f"{large:.0%}"])
+    if large := results.get("large"):
+        told = f"nobody attacks, updates of {LARGE.windows} windows"
+        rows.append([told, 1, *(f"{share(large):.1%}" for _, share in shares)])
     return report.table([f"updates of {SWARM.windows} windows", "runs", *(name for name, _ in shares)], rows)
 
 
@@ -341,6 +332,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found = honest.measured(profile, options.seeds[0], 4 if options.quick else updates)
             results["honest"].append(found | {"commit": results["commit"]})
             keep()
+    if "large" not in results and not options.quick:
+        results["large"] = _row("all", Scenario("", 0, DEFENCES["all"], True, options.seeds[0], LARGE.steps))
+        results["large"]["commit"] = results["commit"]
+        keep()
     missing = list(_missing(options.seeds, options.quick, results["runs"]))
     if missing:
         corpus(SWARM.vocabulary, SWARM.window)  # processes that prepare it at once would refuse each other

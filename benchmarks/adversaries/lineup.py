@@ -43,6 +43,9 @@ class Profile:
 
 
 SWARM = Profile("swarm", PROFILES["many"].model, 512, 64, peers=16, batch=4, steps=6, rounds=20, lr=1e-2)
+LARGE = replace(SWARM, steps=160)
+"""Its updates are the largest whose loss checks are as rare as those of small ones."""
+
 TINY = Profile("0.13M", PROFILES["many"].model, 512, 64, peers=4, batch=4, steps=36, rounds=14, lr=1e-2)
 SMALL = Profile("1.1M", PROFILES["small"].model, 1024, 128, peers=4, batch=4, steps=36, rounds=14, lr=8e-3)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.adversaries.branch import Branch
-from benchmarks.adversaries.lineup import ABSENT, NAMED_WITHIN, SWARM, Defences
+from benchmarks.adversaries.lineup import ABSENT, NAMED_WITHIN, SWARM, Defences, Profile
 from benchmarks.adversaries.world import Judge, State, World, claimed, peer_key
 from benchmarks.convergence.fleet import Fleet
 from benchmarks.convergence.setting import PROFILES, Setting
@@ -49,6 +49,13 @@ class Scenario:
     defences: Defences
     established: bool
     seed: int
+    steps: int = SWARM.steps
+    """Of each update."""
+
+    @property
+    def profile(self) -> Profile:
+        """The size of the run."""
+        return replace(SWARM, steps=self.steps)
 
     @property
     def first_attack(self) -> int:
@@ -72,7 +79,7 @@ class Swarm:
     """Sixteen peers, of whom the last `hostile` attack."""
 
     def __init__(self, scenario: Scenario):
-        self.scenario, profile = scenario, SWARM
+        self.scenario, profile = scenario, scenario.profile
         world = self.world = World(profile, scenario.seed, scenario.defences.spec(NESTEROV))
         setting = Setting.of(replace(PROFILES["many"], peers=profile.peers, batch=profile.batch), scenario.seed)
         self.fleet = Fleet(setting, profile.lr, profile.peers, "muon")
@@ -322,7 +329,7 @@ def _claim(update: Signed[UpdateHeader]) -> ClaimedUpdate:
 def measured(scenario: Scenario) -> dict[str, Any]:
     """Play a scenario until the run has its windows. Return its row of the results."""
     swarm = Swarm(scenario)
-    profile, branch = SWARM, swarm.branch
+    profile, branch = scenario.profile, swarm.branch
     total, most = profile.rounds * profile.target, 3 * profile.rounds
     loss, ended, rounds = None, None, None
     try:

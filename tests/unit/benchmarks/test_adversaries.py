@@ -90,7 +90,9 @@ def results(**changes: Any) -> dict[str, Any]:
         if (r["attack"], r["defences"], r["hostile"]) == ("noise", "all", 7):
             r.update(changes)
     verdicts = {"passed": 20_000, "passed second": 0, "no report": 0, "failed": changes.get("failed", 2)}
-    return {"runs": adversaries.with_ratios(runs), "honest": [{"comparisons": 20_000, "verdicts": verdicts}]}
+    honest = [{"comparisons": 20_000, "verdicts": verdicts}]
+    large = row(next(s for _, s in adversaries.scenarios([1]) if not s.attack)) | changes.get("large", {})
+    return {"runs": adversaries.with_ratios(runs), "honest": honest, "large": large}
 
 
 @pytest.mark.parametrize("runs", [0, 1, 5, 1000])
@@ -108,7 +110,8 @@ def test_goals_are_met_by_what_meets_them():
 @pytest.mark.parametrize(
     "changes",
     [{"loss": 4.3}, {"loss": None}, {"named_after": [31] * 7}, {"named_after": []}, {"fakes_credited": 1},
-     {"updates_voided": 0}, {"honest_convicted": 1}, {"failed": 3}],
+     {"updates_voided": 0}, {"honest_convicted": 1}, {"failed": 3},
+     {"large": {"audit_share": 0.05}}],
 )  # fmt: skip
 def test_each_goal_can_be_missed(changes: dict[str, Any]):
     assert not all(goal["met"] for goal in adversaries.goals(results(**changes)))
