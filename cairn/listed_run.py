@@ -23,6 +23,7 @@ from protocol.invite import HostPort
 from protocol.quiet_imports import quiet_imports
 from protocol.spec import AdapterSettings, RunSpec, open_spec
 from protocol.strict_json import read_json
+from protocol.training_memory import eight_bit_saving
 
 if TYPE_CHECKING:
     from peer.coordinator_client import SwarmStatus
@@ -34,6 +35,9 @@ ANSWER_SECONDS = 60.0
 """Maximum seconds for all answers of one coordinator."""
 
 MAX_STATUS = 1024 * 1024
+
+TOLD = 0.05
+"""The share of the memory that moments in 8 bits must save to be told of."""
 
 MOST_LAYERS = 256
 """Layers of a frozen base up to which its memory is computed, which builds them. Llama 3.1 405B has 126."""
@@ -203,8 +207,11 @@ def lines(run: ListedRun) -> list[str]:
     if any(public_url(address) for address in spec.data.addresses):
         where += ", the rest read from an address as needed"
     try:
-        on_gpu, on_cpu = (byte_size(memory(spec, kind)) for kind in ("cuda", "cpu"))
-        enough = f"a GPU with {on_gpu} of memory (estimated), or a CPU with {on_cpu}"
+        on_gpu, on_cpu = (memory(spec, kind) for kind in ("cuda", "cpu"))
+        less = eight_bit_saving(spec.model.layout, spec.model.config, spec.inner)
+        or_less = f"; {byte_size(on_gpu - less)} with --moments 8bit"
+        estimated = "estimated" + (or_less if less > TOLD * on_gpu and not spec.audit.replayable else "")
+        enough = f"a GPU with {byte_size(on_gpu)} of memory ({estimated}), or a CPU with {byte_size(on_cpu)}"
     except SpecError as e:
         enough = f"not known here: {_printable(str(e))}"
     tokens = sum(shard.tokens for shard in spec.data.train)

@@ -29,7 +29,7 @@ from protocol.adapter import held_bytes
 from protocol.codec import make_codec
 from protocol.spec import AdapterSettings, windows_in
 from protocol.state import state_layout
-from protocol.training_memory import model_bytes, round_bytes
+from protocol.training_memory import eight_bit_saving, model_bytes, round_bytes
 
 SAMPLED = 4096
 """Maximum number of segments (of at most 256 Ki characters) that are read from each file."""
@@ -60,6 +60,9 @@ def validate(path: Path) -> list[str]:
     step = inner.batch * counts_as
     memory = training_memory(layout, config, inner, run_file.data.window, frozen)
     state = model_bytes(layout, config, inner)
+    less = ""
+    if adapter is None and not run_file.audit.replayable:
+        less = f"; {size_text(eight_bit_saving(layout, config, inner))} less with --moments 8bit"
     lines = [
         f"{path} is a valid run file: {run_file.run.name}",
         f"model: {config['model_type']}, {layout.numel:,} parameters in {len(layout.tensors)} tensors; "
@@ -75,7 +78,7 @@ def validate(path: Path) -> list[str]:
         f"{size_text(15 * update)} down",
         f"memory: {size_text(memory)} or more on each GPU, estimated for one window at a time "
         f"({size_text(state)} of it weights, gradients and moments"
-        f"{f'; {size_text(frozen)} the frozen base' if frozen else ''}), and of the machine's memory "
+        f"{f'; {size_text(frozen)} the frozen base' if frozen else ''}{less}), and of the machine's memory "
         f"{size_text(round_bytes(layout, run_file.outer))} for the state between rounds",
         *([] if adapter is None else [dtypes_line(adapter, config, memory - frozen)]),
     ]

@@ -61,7 +61,16 @@ async def test_a_run_is_the_same_by_invite_and_by_the_address_of_its_page(tmp_pa
             assert run.health == found[0].health and run.message and run.page
             assert (run.description, run.contact, run.license) == ("Old stories", "ada@example.org", "data: CC0")
         said = "\n".join(lines(found[0]))
-        for fact in ("parameters", "tokens", "of memory (estimated)", "open to everybody", "round 3", found[0].page):
+        enough = "of memory (estimated; "
+        for fact in (
+            "parameters",
+            "tokens",
+            enough,
+            "with --moments 8bit), or",
+            "open to everybody",
+            "round 3",
+            found[0].page,
+        ):
             assert fact in said
         for line in ("about     Old stories", "license   data: CC0", "contact   ada@example.org"):
             assert f"\n  {line}\n" in said
