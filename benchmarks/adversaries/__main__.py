@@ -12,7 +12,7 @@ JSON keys:
   honest: a list, each with commit, profile, parameters, seed, updates, comparisons; verdicts: comparisons by verdict
     (`passed`, `passed second`: in the other precision; `no report`; `failed`); pairs: the same by precisions and steps,
     with agreement of signs and ratio of norms
-  large: a row as of `runs`, without an attack, of updates of 640 windows
+  large: rows as of `runs`, without an attack, of updates of 640 windows
   runs: a list, each with attack (null: all honest), hostile, defences, established, seed; loss (validation, nats a
     token), loss_ratio (to the honest run of 16, same seed), ended (why it broke, or null), rounds (to the run's end),
     rounds_audited, named_after (rounds from the first fake to the conviction of each hostile peer), honest_convicted,
@@ -133,7 +133,7 @@ def goals(results: Mapping[str, Any]) -> list[dict[str, Any]]:
         told = f"{voided / saved:.2g} voided for each saved"
         goal(f"{attack}: voids more updates of the hostile than it saves them", told, voided > saved)
     if large := results.get("large"):
-        share = checks_share(large)
+        share = mean(map(checks_share, large))
         goal(f"audits of updates of {LARGE.windows} windows cost at most 5% of their training", share, share <= 0.05)
     for name, (attack, other) in FOR.items():
         without = [r for r in runs if r["defences"] == name]
@@ -296,7 +296,7 @@ def show_cost(results: Mapping[str, Any]) -> str:
         rows.append([label, 1, *(f"{share(worst):.0%}" for _, share in shares)])
     if large := results.get("large"):
         told = f"nobody attacks, updates of {LARGE.windows} windows"
-        rows.append([told, 1, *(f"{share(large):.1%}" for _, share in shares)])
+        rows.append([told, len(large), *(f"{mean(map(share, large)):.1%}" for _, share in shares)])
     return report.table([f"updates of {SWARM.windows} windows", "runs", *(name for name, _ in shares)], rows)
 
 
@@ -332,10 +332,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found = honest.measured(profile, options.seeds[0], 4 if options.quick else updates)
             results["honest"].append(found | {"commit": results["commit"]})
             keep()
-    if "large" not in results and not options.quick:
-        results["large"] = _row("all", Scenario("", 0, DEFENCES["all"], True, options.seeds[0], LARGE.steps))
-        results["large"]["commit"] = results["commit"]
-        keep()
+    large = results.setdefault("large", [])
+    for seed in () if options.quick else options.seeds:
+        if not any(r["seed"] == seed for r in large):
+            row = _row("all", Scenario("", 0, DEFENCES["all"], True, seed, LARGE.steps))
+            large.append(row | {"commit": results["commit"]})
+            keep()
     missing = list(_missing(options.seeds, options.quick, results["runs"]))
     if missing:
         corpus(SWARM.vocabulary, SWARM.window)  # processes that prepare it at once would refuse each other

@@ -92,7 +92,7 @@ def results(**changes: Any) -> dict[str, Any]:
     verdicts = {"passed": 20_000, "passed second": 0, "no report": 0, "failed": changes.get("failed", 2)}
     honest = [{"comparisons": 20_000, "verdicts": verdicts}]
     large = row(next(s for _, s in adversaries.scenarios([1]) if not s.attack)) | changes.get("large", {})
-    return {"runs": adversaries.with_ratios(runs), "honest": honest, "large": large}
+    return {"runs": adversaries.with_ratios(runs), "honest": honest, "large": [large]}
 
 
 @pytest.mark.parametrize("runs", [0, 1, 5, 1000])
