@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cairn.number_format import bar, percent
 from cairn.peer_screen import page_address
-from coordinator.authoring.memory import training_memory
+from coordinator.authoring.memory import eight_bit_saving, training_memory
 from peer.fetched_data import data_bytes
 from peer.units import byte_size, count
 from protocol.data_address import public_url
@@ -23,7 +23,6 @@ from protocol.invite import HostPort
 from protocol.quiet_imports import quiet_imports
 from protocol.spec import AdapterSettings, RunSpec, open_spec
 from protocol.strict_json import read_json
-from protocol.training_memory import eight_bit_saving
 
 if TYPE_CHECKING:
     from peer.coordinator_client import SwarmStatus
@@ -35,9 +34,6 @@ ANSWER_SECONDS = 60.0
 """Maximum seconds for all answers of one coordinator."""
 
 MAX_STATUS = 1024 * 1024
-
-TOLD = 0.05
-"""The share of the memory that moments in 8 bits must save to be told of."""
 
 MOST_LAYERS = 256
 """Layers of a frozen base up to which its memory is computed, which builds them. Llama 3.1 405B has 126."""
@@ -208,9 +204,8 @@ def lines(run: ListedRun) -> list[str]:
         where += ", the rest read from an address as needed"
     try:
         on_gpu, on_cpu = (memory(spec, kind) for kind in ("cuda", "cpu"))
-        less = eight_bit_saving(spec.model.layout, spec.model.config, spec.inner)
-        or_less = f"; {byte_size(on_gpu - less)} with --moments 8bit"
-        estimated = "estimated" + (or_less if less > TOLD * on_gpu and not spec.audit.replayable else "")
+        less = eight_bit_saving(spec.model.layout, spec.model.config, spec.inner, spec.audit, on_gpu)
+        estimated = "estimated" + (f"; {byte_size(on_gpu - less)} with --moments 8bit" if less else "")
         enough = f"a GPU with {byte_size(on_gpu)} of memory ({estimated}), or a CPU with {byte_size(on_cpu)}"
     except SpecError as e:
         enough = f"not known here: {_printable(str(e))}"

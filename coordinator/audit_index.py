@@ -161,8 +161,14 @@ class AuditIndex:
         self.penalties = penalties
         self.decided = tuple(reversed(cases[-MAX_DECIDED:]))
         self._convictions = {c.author: c for c in cases if c.is_conviction}
-        undecided = [_case(group) for group in by_update.values() if any(not r.body.passed for r in group)]
+        failed = [_case(group) for group in by_update.values() if any(not r.body.passed for r in group)]
+        undecided = [c for c in failed if not self._is_settled(c)]
         self.undecided = tuple(sorted(undecided, key=lambda c: (-c.round, c.author)))
+
+    def _is_settled(self, case: AuditCase) -> bool:
+        """Return whether the author was convicted after an update: then no record reports on it any more."""
+        stated = None if (conviction := self._convictions.get(case.author)) is None else conviction.stated
+        return stated is not None and case.round <= stated
 
     def _decide(
         self, penalties: AuditPenalties, stated: StatedDecision,

@@ -40,11 +40,6 @@ def model_bytes(layout: Layout, config: Mapping[str, Any], inner: InnerSpec, *, 
     return (_WEIGHT + _GRADIENT) * layout.numel + moments
 
 
-def eight_bit_saving(layout: Layout, config: Mapping[str, Any], inner: InnerSpec) -> int:
-    """Return the bytes that moments in 8 bits save."""
-    return model_bytes(layout, config, inner) - model_bytes(layout, config, inner, eight_bit=True)
-
-
 def round_bytes(layout: Layout, outer: OuterSpec) -> int:
     """Return the bytes of base, anchor, error feedback, and outer momentum where the run has one."""
     return 4 * layout.numel * (4 if outer.optimizer == "nesterov" else 3)

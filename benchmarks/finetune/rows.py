@@ -39,6 +39,7 @@ LARGER = (
     ("whole", "alone", "muon"),
     ("whole", "together", "muon"),
     ("adapter", "alone", "adamw"),
+    ("adapter", "alone", "muon"),
     ("adapter", "together", "adamw"),
     ("adapter", "together, Nesterov", "adamw"),
     ("adapter", "together, A frozen", "adamw"),

@@ -268,7 +268,6 @@ def pardons_with(status: RunStatus, keys: set[PeerKey]) -> tuple[Pardon, ...]:
     if missing := sorted(keys - status.convicted.keys()):
         named = ", ".join(k.short for k in missing)
         raise CairnError(f"no conviction bars {named} now: the run's page shows the barred")
-    # Of those before, only what no record carries yet has an effect still.
     waiting = {p for p in status.body.pardons if status.convicted.get(p.peer) == p}
     found = waiting | {status.convicted[key] for key in keys}
     if len(found) > MAX_PARDONS:
@@ -276,7 +275,9 @@ def pardons_with(status: RunStatus, keys: set[PeerKey]) -> tuple[Pardon, ...]:
             f"at most {MAX_PARDONS} pardons at once, and no record carries {len(waiting)} of those before yet: name "
             "fewer peers now, and the others when the run's page shows the first as pardoned"
         )
-    return tuple(sorted(found, key=lambda p: (p.peer, p.round)))
+    # A record that carries one of the others may lose yet, so the newest are repeated. That changes nothing else.
+    others = sorted(set(status.body.pardons) - found, key=lambda p: -p.round)[: MAX_PARDONS - len(found)]
+    return tuple(sorted({*found, *others}, key=lambda p: (p.peer, p.round)))
 
 
 def _kept_reason(status: RunStatus) -> str:

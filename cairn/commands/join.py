@@ -330,10 +330,10 @@ async def _join(options: JoinOptions, invite: Invite, settings: SettingsFile) ->
                 await run_node(node, screen, stopping, schedule.away)
             finally:
                 await membership.close()
-            if node.end_of_run.info is not None:
-                await offer(node.end_of_run.info)
             if node.must_restart:
-                log.warning("starting again: the run goes on from further back than this peer remembered")
+                log.warning("starting again: the run goes on")
+            elif node.end_of_run.info is not None:
+                await offer(node.end_of_run.info)
             return (node.must_restart or schedule.away.is_set()) and not stop.is_set()
 
         watching = asyncio.create_task(schedule.keep())

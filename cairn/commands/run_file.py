@@ -121,7 +121,9 @@ def init(
 
     refuse_existing(out, force=force)  # before anything is written
     if dtype is not None and adapter is None:
-        raise click.BadParameter("it is of an adapter's frozen base: give --adapter, too", param_hint="--dtype")
+        raise click.BadParameter(
+            "it is the type of an adapter's frozen base: give --adapter, too", param_hint="--dtype"
+        )
     try:
         # The model is the folder's: 1 parameter stands for it until it is read.
         inputs = PlanInputs(model=1, peers=peers, uplink=uplink, total_tokens=total_tokens)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from protocol.layout import Layout
-from protocol.spec import InnerSpec
+from protocol.spec import AuditSpec, InnerSpec
 from protocol.training_memory import model_bytes
 
 
@@ -22,6 +22,12 @@ def training_memory(layout: Layout, config: Mapping[str, Any], inner: InnerSpec,
     layers = _size(config, "num_hidden_layers", "n_layer")
     activations = window * (34 * hidden * layers + 10 * _size(config, "vocab_size"))
     return frozen + model_bytes(layout, config, inner) + 6 * max(t.numel for t in layout.tensors) + activations
+
+
+def eight_bit_saving(layout: Layout, config: Mapping[str, Any], inner: InnerSpec, audit: AuditSpec, memory: int) -> int:
+    """Return the bytes of `memory`, of training, that moments in 8 bits save; 0: under 5%, or the run forbids them."""
+    saved = model_bytes(layout, config, inner) - model_bytes(layout, config, inner, eight_bit=True)
+    return 0 if audit.replayable or saved < memory // 20 else saved
 
 
 def _size(config: Mapping[str, Any], *names: str) -> int:

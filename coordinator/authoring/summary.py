@@ -20,7 +20,7 @@ from coordinator.authoring.data_check import (
 )
 from coordinator.authoring.documents import DocumentFile, read_documents
 from coordinator.authoring.errors import DataInputError
-from coordinator.authoring.memory import training_memory
+from coordinator.authoring.memory import eight_bit_saving, training_memory
 from coordinator.authoring.plan import rounds_caution
 from coordinator.authoring.prepare import Prepared, check_held_out, find_documents
 from coordinator.authoring.resolve import RunModel, check_weights, model_of, prepare_data
@@ -29,7 +29,7 @@ from protocol.adapter import held_bytes
 from protocol.codec import make_codec
 from protocol.spec import AdapterSettings, windows_in
 from protocol.state import state_layout
-from protocol.training_memory import eight_bit_saving, model_bytes, round_bytes
+from protocol.training_memory import model_bytes, round_bytes
 
 SAMPLED = 4096
 """Maximum number of segments (of at most 256 Ki characters) that are read from each file."""
@@ -60,9 +60,8 @@ def validate(path: Path) -> list[str]:
     step = inner.batch * counts_as
     memory = training_memory(layout, config, inner, run_file.data.window, frozen)
     state = model_bytes(layout, config, inner)
-    less = ""
-    if adapter is None and not run_file.audit.replayable:
-        less = f"; {size_text(eight_bit_saving(layout, config, inner))} less with --moments 8bit"
+    saved = eight_bit_saving(layout, config, inner, run_file.audit, memory)
+    less = f"; {size_text(saved)} less with --moments 8bit" if saved else ""
     lines = [
         f"{path} is a valid run file: {run_file.run.name}",
         f"model: {config['model_type']}, {layout.numel:,} parameters in {len(layout.tensors)} tensors; "

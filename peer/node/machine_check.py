@@ -51,18 +51,20 @@ def check_disk(spec: RunSpec, options: NodeOptions, store: Store) -> None:
 async def check_devices(spec: RunSpec, options: NodeOptions, room: int = 0) -> None:
     """Raise PeerError if the trainer, or an auditor, could not use the devices that the user named.
 
-    If the model is large, a GPU must have the memory that training takes of it, named or not. `room`: the most bytes
-    of files that the trainer may write. Otherwise there is nothing to check for a CPU, or for what `auto` picks.
+    If the model is large, a GPU must have the memory that training takes of it, named or not: what other programs use
+    of it now may be free later. `room`: the most bytes of files that the trainer may write. Otherwise there is nothing
+    to check for a CPU, or for what `auto` picks.
     """
     if options.trainer_command:
         return
     devices = [d for d in (options.device, options.audit_device) if d.startswith("cuda")]
     asked = [word for device in dict.fromkeys(devices) for word in ("--device", device)]
+    memory = list[str]()
     is_large = weight_bytes(spec) >= LARGE and options.device != "cpu"
     if options.trains and (is_large or options.parallel not in ("auto", "dp=1")):
-        share = str(options.gpu_share(replayable=spec.audit.replayable))
-        memory = ("--gpu-memory", share, "--moments", options.moments, "--disk", str(room))
-        asked = ["--parallel", options.parallel, "--device", options.device, *asked, *memory]
+        asked = ["--parallel", options.parallel, "--device", options.device, *asked]
+        share = options.gpu_share(replayable=spec.audit.replayable)
+        memory = ["--gpu-memory", str(share), "--moments", options.moments, "--disk", str(room)]
     if not asked:
         return
     refused, found = "", dict[str, Any]()
@@ -72,13 +74,16 @@ async def check_devices(spec: RunSpec, options: NodeOptions, room: int = 0) -> N
         refused, found = str(report.get("refused", refused)), report.get("device", found)
 
     try:
-        end = await run_check(write_spec(spec, options.folder), asked, take)
+        end = await run_check(write_spec(spec, options.folder), [*asked, *memory], take)
     except asyncio.TimeoutError:
         raise PeerError(f"{' '.join(asked)}: no answer from the device in {CHECK_SECONDS:.0f} s") from None
     if end:
         raise PeerError(refused or f"{' '.join(asked)}: the check of the device failed: {end}")
-    if found.get("kind") == "cuda" and (memory_is := memory_finding(Trial(Device.of(found)), 0)) is not None:
-        memory_is.require()
+    device = Device.of(found) if is_large and found else None
+    if device is None or device.kind != "cuda" or device.needed <= min(device.whole, device.limit or device.whole):
+        return
+    if (finding := memory_finding(Trial(device), 0)) is not None:
+        finding.require()
 
 
 def weight_bytes(spec: RunSpec) -> int:

@@ -91,7 +91,7 @@ class InnerOptimizer:
         decayed = [p for p in self._by_adamw.values() if p.ndim >= 2]
         plain = [p for p in self._by_adamw.values() if p.ndim < 2]
         groups = [{"params": decayed, "weight_decay": spec.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-        self._eight_bit = eight_bit
+        self._eight_bit, self._is_share = eight_bit, parameters is not None
         self.adamw = (
             adamw_8bit(groups, spec, device)
             if eight_bit
@@ -152,7 +152,7 @@ class InnerOptimizer:
                 self._zero_gradients()
                 if not self._need_less():
                     off = ", leave out --recompute off" if self.layers.forbids_recompute else ""
-                    if not self._eight_bit:
+                    if not (self._eight_bit or self._is_share):
                         off += ", add --moments 8bit unless the run is replayable"
                     raise TrainingError(
                         "the GPU's memory does not suffice for one window: stop other programs on it (nvidia-smi lists "

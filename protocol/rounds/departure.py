@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from protocol.ids import Digest
 from protocol.messages import Goodbye
 from protocol.rounds.actions import Broadcast, Finished, RunCompleted
 from protocol.rounds.context import Context
@@ -157,15 +158,19 @@ class Departure:
             self._completed = (reason, self._context.now)
             self._check_at, self._sent = self._context.now + QUIET_SECONDS, -QUIET_BYTES
 
-    def stay(self, anybody_behind: Callable[[], bool], status: LocalStatus) -> None:
+    def stay(
+        self, anybody_behind: Callable[[], bool], status: LocalStatus, is_supported: Callable[[Digest], bool]
+    ) -> None:
         """Finish once nobody needs the last state any more: nobody is behind, and little was sent lately.
 
-        If the others go on from a record beside our last one, start again: that is what counts.
+        If the others go on from a record beside our last one, start again. `is_supported`: whether a peer that starts
+        follows a record; else it would come to the same end again.
         """
         chain = self._context.chain
         if self._completed is None or self.has_left or not self._context.deadlines.due("stay", self._check_at):
             return
-        if self._reached_total and not is_total_reached(self._context.policy.total_windows, chain.weight(chain.head)):
+        goes_on = not is_total_reached(self._context.policy.total_windows, chain.weight(chain.head))
+        if self._reached_total and goes_on and is_supported(chain.head):
             self._completed = None
             self._context.emit(Finished("another record counts than the last one here: the run goes on", again=True))
             return

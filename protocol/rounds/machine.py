@@ -19,8 +19,8 @@ Time is in seconds of any monotonic clock. Nothing here blocks, and every contai
   trainer dies, send `SyncFailed` with any record. When a state that was asked for is not in the store, send
   `StateNotKept`.
 - After `RunCompleted`, stop the trainer and keep driving until `Finished`; the coordinator's observer gets none.
-  `Finished` with `again` (a rollback reaches further back than the tree in memory): load the chain from the store and
-  start again.
+  `Finished` with `again` (a rollback reaches further back than the tree in memory, or another record than our last
+  counts): load the chain from the store and start again.
 """
 
 from __future__ import annotations
@@ -528,7 +528,7 @@ class RoundMachine:
             self._sync.quarantine.reconsider(self._is_supported)
             self._beat()
         self._leave_if_due()
-        self._departure.stay(self._is_anybody_behind, self._status)
+        self._departure.stay(self._is_anybody_behind, self._status, self._is_supported)
         self._publish_directives()
         self._update_phase()
         self.next_tick = float("inf") if self._departure.has_left else context.deadlines.next_tick

@@ -359,6 +359,8 @@ def test_pardons_wait_until_a_record_carries_them():
         owner_commands.pardons_with(waiting, set(keys[2:]))
     carried = owner_commands.RunStatus(given, 10, {key: convicted[key] for key in keys[2:]})
     assert owner_commands.pardons_with(carried, set(keys[2:])) == tuple(convicted[key] for key in keys[2:])
+    repeated = owner_commands.pardons_with(carried, {keys[2]})
+    assert repeated == tuple(convicted[key] for key in keys[:3]), "the record that carries them may lose yet"
 
 
 @pytest.mark.asyncio

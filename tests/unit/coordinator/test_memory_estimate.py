@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.authoring.memory import training_memory
+from coordinator.authoring.memory import eight_bit_saving, training_memory
 from protocol.adapter import held_bytes
 from protocol.layout import Layout
 from protocol.model import build_model, model_layout
-from protocol.spec import AdapterSettings, InnerSpec
-from protocol.training_memory import eight_bit_saving
+from protocol.spec import AdapterSettings, AuditSpec, InnerSpec
 from tests.support.coordinator_fakes import make_spec
 
 INNER = make_spec().inner
@@ -50,7 +49,8 @@ def test_two_billion_parameters_train_whole_on_24_gb_with_moments_in_8_bits_and_
     layout, inner = whole(TWO), with_optimizer("muon")
     assert 1.9e9 < layout.numel < 2.2e9
     usual = training_memory(layout, TWO, inner, 1024)
-    assert usual > 24e9 > usual - eight_bit_saving(layout, TWO, inner)
+    assert usual > 24e9 > usual - eight_bit_saving(layout, TWO, inner, AuditSpec(), usual)
+    assert eight_bit_saving(layout, TWO, inner, AuditSpec(replayable=True), usual) == 0, "it forbids them"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "nf4", "int8"])

@@ -235,7 +235,8 @@ def test_fewer_windows_come_first_then_recomputed_activations_then_fewer_of_thos
 def test_where_nothing_is_left_to_try_the_error_tells_what_to_do():
     of, _ = inner(LayerOptions())
     tried = short_of_memory(of, {False: 0, True: 0})
-    with pytest.raises(TrainingError, match="choose another with --device, or take a GPU with more memory"):
+    remedies = "choose another with --device, add --moments 8bit unless the run is replayable, or take a GPU with more"
+    with pytest.raises(TrainingError, match=remedies):
         gradients(of)
     assert tried[-1] == (1, True)
     of, _ = inner(LayerOptions("off"))
