@@ -132,8 +132,8 @@ def goals(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     for attack, saved, voided in gains(results):
         told = f"{voided / saved:.2g} voided for each saved"
         goal(f"{attack}: voids more updates of the hostile than it saves them", told, voided > saved)
-    if large := results.get("large"):
-        share = mean(map(checks_share, large))
+    if results.get("large"):
+        share = mean(large_shares(results))
         goal(f"audits of updates of {LARGE.windows} windows cost at most 5% of their training", share, share <= 0.05)
     for name, (attack, other) in FOR.items():
         without = [r for r in runs if r["defences"] == name]
@@ -151,6 +151,11 @@ def goals(results: Mapping[str, Any]) -> list[dict[str, Any]]:
                 or harm["mean_rounds"] >= 2 * usual["mean_rounds"],
             )
     return found
+
+
+def large_shares(results: Mapping[str, Any]) -> list[float]:
+    """Return the cost of all checks of each run with large updates, as a share of its training."""
+    return list(map(checks_share, results["large"]))
 
 
 def checks_share(run: Mapping[str, Any]) -> float:
@@ -253,7 +258,7 @@ def show_honest(results: Mapping[str, Any]) -> str:
 
 def origins(results: Mapping[str, Any]) -> list[tuple[str, int]]:
     """Return the commits of the runs of a swarm, each with the number of its runs, the most first."""
-    return Counter((r["commit"] or "unknown")[:8] for r in results["runs"]).most_common()
+    return Counter((r["commit"] or "unknown")[:8] for r in (*results["runs"], *results["large"])).most_common()
 
 
 def show_without(results: Mapping[str, Any]) -> str:
