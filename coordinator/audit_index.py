@@ -51,11 +51,12 @@ class AuditCase:
         """Return whom a conviction convicts of what, and until when, as one sentence for people."""
         found = self.finding(name_of)
         in_round = "" if self.stated is None else f" in round {self.stated}"
-        pardoned = "" if self.pardoned_in is None else f"; the owner has pardoned it in round {self.pardoned_in}"
+        until = f"It is barred until round {self.barred_until}"
+        if self.pardoned_in is not None:
+            until = f"The owner pardoned it in round {self.pardoned_in}"
         return (
             f"peer {name_of(self.author)} ({self.author.short}) is convicted{in_round}: its update of round "
-            f"{self.round} was not trained as it claims{f': {found}' if found else ''}. It is barred until round "
-            f"{self.barred_until}{pardoned}"
+            f"{self.round} was not trained as it claims{f': {found}' if found else ''}. {until}"
         )
 
 

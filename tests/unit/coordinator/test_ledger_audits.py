@@ -108,7 +108,7 @@ def test_a_pardon_ends_the_bar_and_is_named_in_its_case(story, final: bool):
         credits = [replace(story.ledger.round_credits()[-1], round=p.stated, pardons=(p.pardon,)) for p in pardons]
         index.follow(RecentRounds(tuple(replace(c, decisions=()) for c in credits), {}, 5))
     (case,) = index.decided
-    assert case.pardoned_in == 4 and "the owner has pardoned it in round 4" in case.describe(lambda key: key.short)
+    assert case.pardoned_in == 4 and "The owner pardoned it in round 4" in case.describe(lambda key: key.short)
     assert index.barred_until(liar, 5) is None and index.bars(5) == []
 
 

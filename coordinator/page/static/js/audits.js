@@ -91,7 +91,7 @@ export class Audits {
       el("div", { class: "bar" }, el("h2", {}, "Decisions ", this.count)),
       this.decided, el("div", { class: "pages", hidden: true }, this.before, this.after), this.open,
       el("p", { class: "note" }, "Peers that are drawn by chance train a part of the others' updates again and compare. Two of them must report a failure; then a jury repeats it, and more than half of its stake decides. ",
-        "All of this is in the signed records. The run's owner may report as auditors do, and has no more say than one of them. Scores are what each reporter says that it measured."),
+        "All of this is in the signed records. The run's owner may report as auditors do, with no more say than one of them, and may pardon the convicted. Scores are what each reporter says that it measured."),
     );
     this.at = 0;
     this.head = null;
