@@ -112,6 +112,22 @@ def test_a_pardon_ends_the_bar_and_is_named_in_its_case(story, final: bool):
     assert index.barred_until(liar, 5) is None and index.bars(5) == []
 
 
+def test_what_accuses_earlier_updates_of_the_convicted_is_not_open_any_more(story):
+    index, audited = AuditIndex(AuditRule(), 8), story.round()
+    story.round(reports=[story.chain.report(audited, n, 3, Score("signs", 0.7, 0.97)) for n in (LIAR, 1)])
+
+    def open_cases() -> list[str]:
+        newest = story.ledger.last()[0]
+        reports = story.ledger.work_reports(SPEC.run_id, Round(0))
+        index.restore(story.ledger.decisions(), [], reports, RecentRounds((), {}, newest))
+        return sorted(c.author.short for c in index.undecided)
+
+    assert open_cases() == sorted(peer(n).key.short for n in (LIAR, 1))
+    other = story.chain.certificates[-1]
+    story.round({n: 100 for n in (1, 2, 3)}, decisions=[AuditDecision(other.digest, peer(LIAR).key, True)])
+    assert open_cases() == [peer(1).key.short]
+
+
 def test_a_line_names_the_conviction_or_the_verdict_that_voids_it(story):
     story.convict()
     assert {void_reason(line) for line in story.ledger.history_of(peer(LIAR).key)} == {
