@@ -202,7 +202,7 @@ class CoordinatorService(stubs.CoordinatorServicer):
         return wire.DirectiveReply(
             directive=newest.encoded if newest is not None else b"", round=o.round, peers=len(beats), informed=informed,
             convictions=[
-                wire.Conviction(peer=key, round=penalty.convicted_in, barred_until=penalty.barred_until)
+                wire.Conviction(peer=key, round=penalty.convicted_in)
                 for key, penalty in self._chain.audits.bars(o.round)[:MAX_BARS]
             ],
         )  # fmt: skip

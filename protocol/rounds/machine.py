@@ -480,6 +480,8 @@ class RoundMachine:
 
     def _is_supported(self, record: Digest) -> bool:
         chain = self._context.chain
+        if record == chain.root:  # nothing is beside it
+            return True
         voters = self._consensus.voters_for(chain.certificate(record).record.digest)
         return self._has_support(record, chain.keys_for(record) | voters)
 

@@ -264,11 +264,9 @@ class DirectiveReply(_message.Message):
     def __init__(self, directive: _Optional[bytes] = ..., round: _Optional[int] = ..., peers: _Optional[int] = ..., informed: _Optional[int] = ..., convictions: _Optional[_Iterable[_Union[Conviction, _Mapping]]] = ...) -> None: ...
 
 class Conviction(_message.Message):
-    __slots__ = ("peer", "round", "barred_until")
+    __slots__ = ("peer", "round")
     PEER_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
-    BARRED_UNTIL_FIELD_NUMBER: _ClassVar[int]
     peer: bytes
     round: int
-    barred_until: int
-    def __init__(self, peer: _Optional[bytes] = ..., round: _Optional[int] = ..., barred_until: _Optional[int] = ...) -> None: ...
+    def __init__(self, peer: _Optional[bytes] = ..., round: _Optional[int] = ...) -> None: ...

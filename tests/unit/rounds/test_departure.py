@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from peer.node.node import HARD_STOP_SECONDS
+from protocol.chain import Chain
 from protocol.ids import Digest, Round, sha256
 from protocol.messages import Certificate, Directive, Goodbye, RoundRecord
 from protocol.reduce_plan import GATHER
@@ -90,6 +91,13 @@ def test_it_starts_again_if_the_others_go_on_from_a_record_beside_its_last_one()
     assert finished.again and "the run goes on" in finished.reason
     b.step(ev.Tick(), 3 * QUIET_SECONDS)
     assert not b.of(do.Finished)
+
+
+def test_it_starts_again_where_a_rollback_after_the_end_leaves_only_the_root(monkeypatch):
+    b = completed(behind=True)
+    monkeypatch.setattr(Chain, "head", property(lambda chain: chain.root))
+    b.step(ev.Tick(), QUIET_SECONDS)
+    assert [finished.again for finished in b.of(do.Finished)] == [True]
 
 
 def test_it_stays_for_a_member_that_is_behind():
