@@ -261,7 +261,7 @@ def test_what_is_written_for_fine_tuning_has_the_least_loss_that_is_recorded():
     def best(*row: str) -> tuple[float, float]:
         """Return the best rate of the first seed, and the mean loss with it."""
         runs = [r for r in found["runs"] if (r["what"], r["way"], r["optimizer"]) == row]
-        runs = [r for r in runs if r["steps"] == found["setting"]["steps"]]
+        runs = [r for r in runs if (r["steps"], r["peers"]) == (found["setting"]["steps"], found["sizes"][0])]
         rate = min((r for r in runs if r["seed"] == found["seeds"][0]), key=lambda r: r["loss"])["lr"]
         return rate, statistics.fmean(r["loss"] for r in runs if r["lr"] == rate)
 
