@@ -57,6 +57,7 @@ from benchmarks import report
 from benchmarks.audit_scores import LR, PEERS, WINDOWS, Bench, Position, Trained
 from benchmarks.convergence.replica import split
 from benchmarks.convergence.setting import PROFILES, Setting
+from peer.auditor.loss_check import GAIN, QUARTER, threshold_beside
 from peer.auditor.replay import SCALE, SIGNS
 from peer.training import inner_optimizer
 from peer.training.inner_optimizer import StepResult
@@ -67,8 +68,6 @@ from protocol.state import state_layout
 
 SWARMS = {"36": ((36, 6),) * 4, "72": ((72, 6),) * 4, "unequal": PEERS}
 """(inner steps of an update, those of them before the new state comes) of each peer."""
-GAIN, QUARTER = 3.0, 1.0
-"""Thresholds of the loss check, as t values."""
 THRESHOLDS = (0.95, 0.97, 0.98, 0.99)
 """Thresholds of `signs` for which the least share of the work that passes is stated."""
 MACHINES = ("pieces of 256", "bf16", "bf16, pieces of 256", "2 threads")
@@ -477,8 +476,8 @@ def least_share(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def loss_check(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return how often each kind of update passes the loss check.
 
-    `alone`: by GAIN and QUARTER. `with own`: also by half of what the update of the next peer of the round has, if that
-    is less. `steady` counts from the fifth round on.
+    `alone`: by GAIN and QUARTER on all windows. `with own`: also beside the update of the next peer of the round.
+    `steady` counts from the fifth round on.
     """
     rows = [r for r in _rows(runs) if r["gain"] is not None]
     honest = {(r["run"], r["round"], r["peer"]): r for r in rows if r["update"] == "honest"}
@@ -490,7 +489,7 @@ def loss_check(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if not peers:
             continue
         own = honest[row["run"], row["round"], next((p for p in peers if p > row["peer"]), peers[0])]
-        lower = min(GAIN, own["gain"] / 2), min(QUARTER, own["quarter"] / 2)
+        lower = threshold_beside(GAIN, own["gain"]), threshold_beside(QUARTER, own["quarter"])
         alone = row["gain"] >= GAIN and row["quarter"] >= QUARTER
         passed = {"alone": alone, "with own": row["gain"] >= lower[0] and row["quarter"] >= lower[1]}
         if row["round"] >= 4:
@@ -536,7 +535,7 @@ def goals(found: Mapping[str, Any]) -> list[dict[str, Any]]:
             text, honest and f"{round(honest['n'] * honest['passed'])} of {honest['n']}",
             honest and honest["passed"] == 1,
         ))  # fmt: skip
-    idle = [found["loss_check"][kind]["alone"] for kind in IDLE if kind in found["loss_check"]]
+    idle = [found["loss_check"][kind]["with own"] for kind in IDLE if kind in found["loss_check"]]
     passed = sum(round(it["n"] * it["passed"]) for it in idle)
     out.append(report.goal(
         "no update without the claimed work passes the loss check",

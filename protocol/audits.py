@@ -36,7 +36,10 @@ WINDOWS_COMPARED = 64
 """Windows of each kind that a loss check compares, if there are as many."""
 
 LOSS_CHECK_PASSES = 4 * WINDOWS_COMPARED
-"""Forward passes over one window in a loss check: claimed and unclaimed windows, before the update and after it."""
+"""Forward passes over one window by which rates are set: claimed and unclaimed windows, before the update and after it.
+
+A loss check that is clear at a first look makes half of them; one that fails, as many again on its auditor's update.
+"""
 
 TRAINED_WINDOW_PASSES = 3
 """The training of a window in forward passes: a backward pass takes two."""
@@ -63,7 +66,7 @@ class AuditRule:
 
     loss_rate: int = 150_000
     loss_cost: int = 20_000
-    """Loss checks take at least this share of the training of the updates, if that makes more of them."""
+    """Loss checks of LOSS_CHECK_PASSES take at least this share of the training of the updates, by making more."""
     replay_rate: int = 30_000
     auditors: int = 3
     """Keys that may report on an update: two of them convict, if a jury confirms it."""

@@ -16,7 +16,8 @@ JSON keys:
   runs: a list, each with attack (null: all honest), hostile, defences, established, seed; loss (validation, nats a
     token), loss_ratio (to the honest run of 16, same seed), ended (why it broke, or null), rounds (to the run's end),
     rounds_audited, named_after (rounds from the first fake to the conviction of each hostile peer), honest_convicted,
-    honest_updates, refuted (auditors), fakes_accepted, fakes_credited (updates), updates_voided (of the
+    honest_updates, refuted (auditors), fakes_accepted, fakes_credited (updates), fakes_credited_at_end (of the
+    run: it is played on until all are convicted), updates_voided (of the
     hostile, honest ones also), audit_share, replay_share (of the honest peers' training), screen_share (CPU time of
     screens, of all training's), cpu_seconds, commit
   goals: a list of goal, value, met

@@ -48,7 +48,7 @@ class Machine:
 MACHINES = {
     "usual": Machine(),
     "2 threads": Machine(threads=2, environment={"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}),
-    "pieces of 256": Machine(piece_tokens=256),
+    "pieces of a window": Machine(piece_tokens=1),
     "AVX2": Machine(
         environment={"ATEN_CPU_CAPABILITY": "avx2", "DNNL_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
     ),

@@ -27,7 +27,7 @@ from peer.auditor.job import SCREENED_BACK, ClaimedUpdate
 from peer.auditor.screen import compare_blobs
 from peer.training.schedule import replayable_factor
 from protocol.assignment import windows_of
-from protocol.audits import TRAINED_WINDOW_PASSES, WINDOWS_COMPARED, draw_auditors, due_audits
+from protocol.audits import draw_auditors, due_audits
 from protocol.errors import ChainError, CodecError
 from protocol.ids import PeerKey
 from protocol.layout import BLOCK
@@ -72,7 +72,8 @@ class Held:
     state: State
     accepted: int
     blobs: Mapping[PeerKey, bytes]
-    scores: dict[tuple[PeerKey, AuditCheck], tuple[Score, ...]] = field(default_factory=dict)
+    checks: dict[tuple[PeerKey, AuditCheck], tuple[tuple[Score, ...], float]] = field(default_factory=dict)
+    """Scores of each author's update by each check, and what the check cost, in windows of training."""
 
 
 class Swarm:
@@ -292,24 +293,32 @@ class Swarm:
         return all(s.value >= s.threshold for s in scores)
 
     def _scores(self, held: Held, update: Signed[UpdateHeader], by: PeerKey, check: AuditCheck) -> tuple[Score, ...]:
-        claim, blob = _claim(update), held.blobs[update.author]
-        if (found := held.scores.get((update.author, check))) is None:
-            if check == "replay":
-                found = self.judge.replayed(held.state, claim, blob, held.accepted)
-            else:
-                mine = next((u for u in held.certificate.record.body.updates if u.author == by), None)
-                own = None if mine is None else (_claim(mine), held.blobs[by])
-                found = self.judge.loss_checked(
-                    held.state, self._audit_seed(held.certificate, update), claim, blob, own
-                )
-            held.scores[update.author, check] = found
-        failed = any(s.value < s.threshold for s in found)
-        # A failed check costs twice: the auditor's own update is measured, or the other precision replayed. A loss
-        # check is four forward passes over 64 windows or fewer, and a forward pass is a third of training.
-        self.work[check] += (1 + failed) * (
-            claim.windows if check == "replay" else 4 * min(WINDOWS_COMPARED, claim.windows) / TRAINED_WINDOW_PASSES
-        )
-        return found
+        if (made := held.checks.get((update.author, check))) is None:
+            made = held.checks[update.author, check] = self._made(held, update, by, check)
+        scores, cost = made
+        self.work[check] += cost
+        return scores
+
+    def _made(
+        self, held: Held, update: Signed[UpdateHeader], by: PeerKey, check: AuditCheck
+    ) -> tuple[tuple[Score, ...], float]:
+        """Make a check. Return its scores and its cost."""
+        claim, blob, before = _claim(update), held.blobs[update.author], self.judge.cost
+        if check == "replay":
+            scores = self.judge.replayed(held.state, claim, blob, held.accepted)
+        else:
+            mine = next((u for u in held.certificate.record.body.updates if u.author == by), None)
+            own = None if mine is None else (_claim(mine), held.blobs[by])
+            scores = self.judge.loss_checked(held.state, self._audit_seed(held.certificate, update), claim, blob, own)
+        return scores, self.judge.cost - before
+
+    def accepted_fakes(self) -> list[tuple[int, PeerKey]]:
+        """Return the round and author of each fake that a record lists."""
+        return [(n, key) for n, sent in enumerate(self.sent) for key in sent if (n, key) in self.dishonest]
+
+    def credited(self) -> int:
+        """Return how many of them are not void."""
+        return len(set(self.accepted_fakes()) - self.branch.voided)
 
     def _note(self, certificate: Certificate, now: int) -> None:
         for decision in certificate.record.body.decisions:
@@ -331,11 +340,11 @@ def measured(scenario: Scenario) -> dict[str, Any]:
     swarm = Swarm(scenario)
     profile, branch = scenario.profile, swarm.branch
     total, most = profile.rounds * profile.target, 3 * profile.rounds
-    loss, ended, rounds = None, None, None
+    loss, ended, rounds, credited_at_end = None, None, None, None
     try:
         while branch.chain.weight(branch.head) < total and branch.round < most:
             swarm.play()
-        loss, rounds = swarm.world.loss(swarm.state), branch.round
+        loss, rounds, credited_at_end = swarm.world.loss(swarm.state), branch.round, swarm.credited()
         seeks = scenario.defences.replays and scenario.attack not in ("", ABSENT)
         last = scenario.first_attack + NAMED_WITHIN + (scenario.hostile - 1 if scenario.attack == "turns" else 0)
         while seeks and len(swarm.named) < len(swarm.hostile) and branch.round <= last:
@@ -344,14 +353,13 @@ def measured(scenario: Scenario) -> dict[str, Any]:
         ended = f"round {branch.round}: {e}"
     honest = [k for k in swarm.keys if k not in swarm.hostile]
     honest_updates = sum(len(sent.keys() & set(honest)) for sent in swarm.sent)
-    accepted = [(n, k) for n, sent in enumerate(swarm.sent) for k in sent if (n, k) in swarm.dishonest]
-    kept = [pair for pair in accepted if pair not in branch.voided]
     work = swarm.work
     return {
         "loss": loss, "ended": ended, "rounds": rounds, "rounds_audited": branch.round,
         "named_after": sorted(n - swarm.first_fake[k] for k, n in swarm.named.items()),
         "honest_convicted": len(swarm.wronged), "honest_updates": honest_updates,
-        "refuted": len(swarm.refuted), "fakes_accepted": len(accepted), "fakes_credited": len(kept),
+        "refuted": len(swarm.refuted), "fakes_accepted": len(swarm.accepted_fakes()),
+        "fakes_credited": swarm.credited(), "fakes_credited_at_end": credited_at_end,
         "updates_voided": sum(key in swarm.hostile for _, key in branch.voided),
         "audit_share": (work["loss"] + work["replay"]) / max(1.0, work["trained"]),
         "replay_share": work["replay"] / max(1.0, work["trained"]),

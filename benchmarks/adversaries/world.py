@@ -21,6 +21,7 @@ from peer.auditor.replay import Replayed, compare, replay
 from peer.training.data import WindowReader
 from peer.training.round_files import RoundFiles
 from peer.training.single_process import SingleProcessBackend
+from protocol.audits import TRAINED_WINDOW_PASSES
 from protocol.codec import Codec, make_codec
 from protocol.ids import Digest, PeerKey, sha256
 from protocol.layout import is_outer_tensor
@@ -137,11 +138,21 @@ class Judge:
         self.world = world
         self.backend = SingleProcessBackend(world.spec, device, lambda: None)
         self.files = RoundFiles.of(world.spec)
+        self.cost = 0.0
+        """Of all checks, in windows of training."""
+        usual = self.backend.inner.window_losses
+
+        def counted(windows: Tensor) -> Tensor:
+            self.cost += len(windows) / TRAINED_WINDOW_PASSES
+            return usual(windows)
+
+        self.backend.inner.window_losses = counted
 
     def honest(self, state: State, claim: ClaimedUpdate, accepted: int, *, in_bf16: bool = False) -> Replayed:
         """Return what an honest author announces. `accepted`: windows of the chain up to the state."""
         self.backend.outer.base = {n: self.backend.outer.offload.place(t) for n, t in state.items()}
         self.backend.inner.in_bf16 = in_bf16
+        self.cost += claim.windows
         return replay(self.world.spec, self.backend, self.world.reader, self.files, claim, accepted, None)
 
     def replayed(self, state: State, claim: ClaimedUpdate, blob: bytes, accepted: int) -> tuple[Score, ...]:

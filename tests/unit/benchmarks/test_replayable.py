@@ -147,7 +147,7 @@ def test_the_updates_are_counted_that_began_before_their_state_came():
 
 def test_a_weak_update_passes_by_the_auditors_own_and_only_then():
     weak = [row("honest", peer=p, gain=2.0, quarter=0.5) for p in (0, 1)]
-    fakes = [row("half", gain=1.5, quarter=0.3), row("copy", gain=0.5, quarter=0.3)]
+    fakes = [row("half", gain=1.5, quarter=0.3), row("copy", gain=-0.5, quarter=0.3)]
     found = loss_check([entry(weak + fakes)])
     assert found["honest"]["alone"]["passed"] == 0.0
     assert found["honest"]["with own"] == {"n": 2, "passed": 1.0}
