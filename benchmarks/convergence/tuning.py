@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-FARTHEST = 3
+FARTHEST = 5
 
 
 def missing(found: Mapping[int, float]) -> list[int]:

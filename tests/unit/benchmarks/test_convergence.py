@@ -284,7 +284,7 @@ def test_muon_moves_hidden_matrices_its_own_way_and_all_else_as_adamw(setting: S
 # -- the search ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("at", [-3, -1, 0, 2, 3])
+@pytest.mark.parametrize("at", [-5, -3, -1, 0, 2, 3, 5])
 def test_the_search_finds_a_rate_with_worse_neighbours(at: int):
     found: dict[int, float] = {}
     while wanted := tuning.missing(found):
