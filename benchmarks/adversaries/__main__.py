@@ -258,8 +258,9 @@ def show_honest(results: Mapping[str, Any]) -> str:
 
 
 def origins(results: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """Return the commits of the runs of a swarm, each with the number of its runs, the most first."""
-    return Counter((r["commit"] or "unknown")[:8] for r in (*results["runs"], *results["large"])).most_common()
+    """Return the commits of the runs, those of honest updates too, each with the number of its runs, the most first."""
+    runs = (*results["runs"], *results["large"], *results["honest"])
+    return Counter((r["commit"] or "unknown")[:8] for r in runs).most_common()
 
 
 def show_without(results: Mapping[str, Any]) -> str:
