@@ -14,8 +14,13 @@ from protocol.errors import CairnError, IdentityError
 from protocol.identity import Identity
 
 
-def _owner(_context: click.Context, _parameter: click.Parameter, path: Path) -> Identity:
+def _owner(_context: click.Context, _parameter: click.Parameter, path: Path | None) -> Identity:
     """Return the identity in a file of --owner-key. Raises CairnError."""
+    if path is None:
+        raise CairnError(
+            "--owner-key is missing: a key without accepted work has no say in audits. To use a spare GPU for them, "
+            "let a peer train and audit: cairn peer join INVITE --audit-device cuda:1"
+        )
     path = path.expanduser()
     try:
         return load(path)
@@ -36,7 +41,6 @@ def _owner(_context: click.Context, _parameter: click.Parameter, path: Path) -> 
     "owner",
     type=FILE,
     callback=_owner,
-    required=True,
     metavar="FILE",
     help="The key of the run's owner, which signs the reports: owner.key in the run's folder.",
 )

@@ -211,7 +211,8 @@ def test_an_auditor_without_training_reports_by_the_owners_key(tmp_path: Path, m
 
     asked: list[JoinOptions] = []
     monkeypatch.setattr("cairn.commands.auditor.join_run", asked.append)
-    assert "--owner-key" in refused("auditor", invite(), "--home", tmp_path)
+    said = refused("auditor", invite(), "--home", tmp_path)
+    assert "--owner-key" in said and "cairn peer join INVITE --audit-device" in said
     key = tmp_path / "owner.key"
     owner = load_or_make(key)
     options = ("--home", tmp_path, "--device", "cuda:1", "--owner-key", key)
