@@ -36,10 +36,10 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS)
 
 # What takes long, on promises that shorter tests hold too: swarms of real processes, more layouts of ranks, more attacks,
-# the benchmarks' own checks, and the images of docker/ in a bare root. An hour or less on two cores.
+# the benchmarks' own checks, and the images of docker/ in a bare root. An hour or more on two cores.
 test-long: $(STAMP) debootstrap nft
-	$(BIN)/python -m pytest -m long --ignore tests/e2e -n $(WORKERS)
-	$(BIN)/python -m pytest -m long tests/e2e  # one swarm at a time: each has more processes than two cores
+	$(BIN)/python -m pytest -m long --ignore tests/e2e -n $(WORKERS); others=$$?; \
+	$(BIN)/python -m pytest -m long tests/e2e && exit $$others  # one swarm at a time: each fills two cores
 
 # Swarms of real processes on an emulated internet (Linux, root; nftables is installed if it can be). About an hour.
 # SCENARIOS names some of tests/scenarios; all by default.

@@ -527,8 +527,8 @@ def goals(found: Mapping[str, Any]) -> list[dict[str, Any]]:
         None if share is None else share >= 0.9,
     ))  # fmt: skip
     for text, way in (
-        ("each honest update passes the loss check", "alone"),
-        ("the same from the fifth round on", STEADY),
+        ("each honest update passes the loss check", "with own"),
+        ("the same by its thresholds alone, from the fifth round on", STEADY),
     ):
         honest = found["loss_check"].get("honest", {}).get(way)
         out.append(report.goal(

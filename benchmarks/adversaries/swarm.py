@@ -1,7 +1,7 @@
 """A swarm of sixteen that trains while some of its peers are hostile, audited by the rules and checks of the product.
 
 Peers train at once, in rounds without overlap, with one batched model for all. So an auditor, which trains a claim by
-itself, rounds in another way than the author did. Each check is made once and its scores are those of all honest
+itself, rounds in another way than the author did. Each replay is made once and its scores are those of all honest
 auditors; its cost counts for each of them. Hostile auditors and jurors report nothing, which is best for them.
 An auditor that lets an ally pass loses its stake when a jury convicts that ally, and is then audited in each round.
 """
@@ -72,8 +72,13 @@ class Held:
     state: State
     accepted: int
     blobs: Mapping[PeerKey, bytes]
-    checks: dict[tuple[PeerKey, AuditCheck], tuple[tuple[Score, ...], float]] = field(default_factory=dict)
-    """Scores of each author's update by each check, and what the check cost, in windows of training."""
+    checks: dict[tuple[PeerKey, AuditCheck, PeerKey | None], tuple[tuple[Score, ...], float]] = field(
+        default_factory=dict
+    )
+    """Scores of each author's update by each check, and what the check cost, in windows of training.
+
+    A replay is the same for all auditors. A loss check depends on the auditor's own update.
+    """
 
 
 class Swarm:
@@ -293,8 +298,9 @@ class Swarm:
         return all(s.value >= s.threshold for s in scores)
 
     def _scores(self, held: Held, update: Signed[UpdateHeader], by: PeerKey, check: AuditCheck) -> tuple[Score, ...]:
-        if (made := held.checks.get((update.author, check))) is None:
-            made = held.checks[update.author, check] = self._made(held, update, by, check)
+        name = update.author, check, None if check == "replay" else by
+        if (made := held.checks.get(name)) is None:
+            made = held.checks[name] = self._made(held, update, by, check)
         scores, cost = made
         self.work[check] += cost
         return scores

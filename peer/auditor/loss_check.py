@@ -7,7 +7,7 @@ nothing in the last. A t value is free of the model's size, and of how far train
 
 A first look takes half of the windows, which suffices for most honest updates. Those that do not pass it clearly are
 measured on the rest, too. When an update fails, its auditor's own update of the same record is measured in the same
-way. An honest update then has to show half of what that one does, and may fall short by what chance explains. In a
+way. An honest update then has to show half of what that one does, or what that one does less 2. In a
 run's first rounds, and late in it, one update gains too little for any fixed threshold.
 """
 
@@ -39,7 +39,7 @@ OWN_SHARE = 0.5
 """Share of the auditor's own scores that an honest update reaches."""
 
 CHANCE = 2.0
-"""Scores by which two honest updates may differ by chance: the difference of two t values has a deviation of 1.4."""
+"""By this an honest score may always be less: the difference of two t values has a standard deviation of 1.4."""
 
 LEAST_WINDOWS = 8
 """Windows of each kind: with fewer, a quarter of the update has no two."""
