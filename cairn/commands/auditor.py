@@ -42,7 +42,7 @@ def _owner(_context: click.Context, _parameter: click.Parameter, path: Path | No
     type=FILE,
     callback=_owner,
     metavar="FILE",
-    help="The key of the run's owner, which signs the reports: owner.key in the run's folder.",
+    help="The key of the run's owner, which signs the reports: owner.key in the run's folder.  [required]",
 )
 def auditor(**options: Any) -> None:
     """Check others' updates for the owner of the run that INVITE names, without training, until Ctrl-C.

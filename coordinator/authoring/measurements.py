@@ -53,8 +53,7 @@ MEASURED: tuple[MeasuredSetting, ...] = (
     MeasuredSetting(CodecSpec(kind="sparse", k=64, beta=0.7), 10, 1.134),
     MeasuredSetting(CodecSpec(kind="sparse", k=64, beta=0.7), 36, 1.262),
 )
-"""The settings that the planner chooses from: each codec and H once. All are of one comparison by an earlier method; by
-the present one signs at H 36 are 1.046."""
+"""The settings that the planner chooses from: each codec and H once. All are of one comparison by an earlier method."""
 
 
 @dataclass(frozen=True, slots=True)

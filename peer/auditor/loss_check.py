@@ -7,7 +7,7 @@ nothing in the last. A t value is free of the model's size, and of how far train
 
 A first look takes half of the windows, which suffices for most honest updates. Those that do not pass it clearly are
 measured on the rest, too. When an update fails, its auditor's own update of the same record is measured in the same
-way. An honest update then has to show half of what that one does, or what that one does less 2. In a
+way. An honest update then has to show half of what that one does, or what that one does less CHANCE, the lower. In a
 run's first rounds, and late in it, one update gains too little for any fixed threshold.
 """
 
