@@ -46,8 +46,7 @@ def tables(base: Path, rows: tuple[Path, Path]) -> dict[str, Mapping[str, Any]]:
             "source": str(rows[0]), "validation": [str(rows[1])], "window": SIZE.window,
             "tokenizer": str(base / "tokenizer.json"), "conversations": {"long": "drop"},
         },
-        "inner": {"optimizer": "adamw", "lr": 8e-3, "batch": 4, "schedule": {"kind": "cosine", "warmup_tokens": 2000}},
-        "outer": {"optimizer": "plain", "lr": 1.8},  # as `cairn run init --sft` writes it
+        "inner": {"lr": 8e-3, "batch": 4, "schedule": {"kind": "cosine", "warmup_tokens": 2000}},
         "round": {
             "target_tokens": 6_000, "max_update_tokens": 6_000, "max_seconds": 20, "exchange_seconds": 8,
             "propose_seconds": 2, "patience_seconds": 10, "heartbeat_seconds": 0.5, "member_seconds": 6,

@@ -109,11 +109,14 @@ class ChatTemplate:
         text, marked = self._render(messages, tools, where)
         for i, message in enumerate(messages):
             must_stay = i in trained or message["role"] != ASSISTANT
-            if must_stay and (message.get("content") or "").strip() not in text:
-                raise _DiffersError(
-                    f"{where}: the chat template leaves out or changes the text of message {i + 1} "
-                    f"({message['role']}): correct {self.name}, or take such messages out"
-                )
+            said = [("the text", (message.get("content") or "").strip())]
+            said += [(f"the call of {name!r}", name) for name in _called(message)]
+            for what, there in said:
+                if must_stay and there not in text:
+                    raise _DiffersError(
+                        f"{where}: the chat template leaves out or changes {what} of message {i + 1} "
+                        f"({message['role']}): correct {self.name}, or take such messages out"
+                    )
         if marks:
             return text, marked
         spans: list[TrainedSpan] = []
@@ -162,6 +165,14 @@ class ChatTemplate:
             why = f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
             raise DataInputError(f"{where}: the chat template cannot render it: {why} ({self.name})") from None
         return _spans_of(text) if self._marks else (text, [])
+
+
+def _called(message: Mapping[str, Any]) -> list[str]:
+    """Return the names of the functions that a message calls."""
+    calls = message.get("tool_calls")
+    calls = [c for c in calls if isinstance(c, dict)] if isinstance(calls, list) else []
+    functions = [c["function"] if isinstance(c.get("function"), dict) else c for c in calls]
+    return [f["name"] for f in functions if isinstance(f.get("name"), str)]
 
 
 def _spans_of(text: str) -> tuple[str, list[TrainedSpan]]:

@@ -272,26 +272,20 @@ def messages_of(row: dict[str, Any], where: str) -> list[dict[str, Any]] | None:
     return [_message(message, f"{where}: message {number}") for number, message in enumerate(given, 1)]
 
 
-def _without_null(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _without_null(v) for k, v in value.items() if v is not None}
-    return [_without_null(v) for v in value] if isinstance(value, list) else value
-
-
 def _message(message: Any, where: str) -> dict[str, Any]:
-    """Return a message without fields that are null, also inside of it: Parquet adds them to make all rows alike.
+    """Return a message without fields that are null. Raises DataInputError unless it has a role and says something.
 
-    Raises DataInputError unless it has a role and says something.
+    Of a message that only calls tools the content is null, as templates expect.
     """
     if not isinstance(message, dict):
         raise DataInputError(f'{where} is {kind_of(message)}: write {{"role": ..., "content": ...}}')
-    kept = _without_null(message)
+    kept = {k: v for k, v in message.items() if v is not None}
     role, content = kept.get("role"), kept.get("content")
     if not isinstance(role, str) or not role:
         there = ", ".join(map(repr, list(message)[:10])) or "nothing"
         raise DataInputError(f"{where} has no role: there is {there}: write role and content")
     if content is None and isinstance(kept.get("tool_calls"), list):
-        return kept
+        return kept | {"content": None}
     if not isinstance(content, str):
         raise DataInputError(f"{where}: its content is {kind_of(content)}: write text")
     checked_text(content, where)

@@ -283,4 +283,11 @@ def _read_parquet(source: DocumentFile, columns: Sequence[str]) -> Iterator[Docu
         for batch in table.iter_batches(batch_size=64, columns=wanted):
             for row in batch.to_pylist():
                 number += 1
-                yield DocumentRow(f"{source.name}: row {number}", row)
+                yield DocumentRow(f"{source.name}: row {number}", {k: _without_null(v) for k, v in row.items()})
+
+
+def _without_null(value: Any) -> Any:
+    """Return a value without the fields that are null: Parquet adds them to make all rows alike."""
+    if isinstance(value, dict):
+        return {k: _without_null(v) for k, v in value.items() if v is not None}
+    return [_without_null(v) for v in value] if isinstance(value, list) else value

@@ -13,15 +13,17 @@ from protocol.training_memory import model_bytes
 def training_memory(layout: Layout, config: Mapping[str, Any], inner: InnerSpec, window: int, frozen: int = 0) -> int:
     """Estimate the bytes on one GPU: what a step holds, casts of one weight, and activations of one window.
 
-    A trainer splits a step until it fits, so more windows at once are faster, and not needed. `window`: its tokens.
-    `frozen`: bytes of a frozen base. Activations are 34 values a token, layer and hidden unit (Korthikanti et al. 2022,
-    without attention scores) in bf16, and fp32 logits with their gradient. A config whose sizes have other names counts
-    without them.
+    A trainer splits a step until it fits, and then computes activations again: more windows at once, or kept
+    activations, are faster, and not needed. `window`: its tokens. `frozen`: bytes of a frozen base; its output layer
+    counts as cast, as one that shares the embeddings is. Activations are each layer's input, and 34 bytes a token and
+    hidden unit of one layer (Korthikanti et al. 2022, without attention scores), in bf16; and fp32 logits with their
+    gradient. A config whose sizes have other names counts without them.
     """
-    hidden = _size(config, "hidden_size", "n_embd")
+    hidden, vocabulary = _size(config, "hidden_size", "n_embd"), _size(config, "vocab_size")
     layers = _size(config, "num_hidden_layers", "n_layer")
-    activations = window * (34 * hidden * layers + 10 * _size(config, "vocab_size"))
-    return frozen + model_bytes(layout, config, inner) + 6 * max(t.numel for t in layout.tensors) + activations
+    activations = window * (2 * hidden * layers + 34 * hidden + 10 * vocabulary)
+    casts = max(6 * max(t.numel for t in layout.tensors), 2 * hidden * vocabulary if frozen else 0)
+    return frozen + model_bytes(layout, config, inner) + casts + activations
 
 
 def eight_bit_saving(layout: Layout, config: Mapping[str, Any], inner: InnerSpec, audit: AuditSpec, memory: int) -> int:

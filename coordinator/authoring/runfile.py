@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field, PrivateAttr, ValidationError, model_vali
 
 from coordinator.authoring.conversations import ConversationTable
 from coordinator.authoring.errors import RunFileError
+from coordinator.authoring.measurements import ADAPTER_INNER
 from coordinator.authoring.prepare import SHARD_TOKENS, TOKENIZER, check_choices
 from coordinator.authoring.toml_file import problems, read_tables
 from protocol.data_address import check_address
@@ -203,7 +204,8 @@ FILLED_IN = {
 def _fill_in(tables: dict[str, Any]) -> None:
     """Fill in the defaults that depend on other fields.
 
-    The schedule ends with the run, an update holds up to two rounds' work, and signs have their own outer step.
+    The schedule ends with the run, an update holds up to two rounds' work, signs have their own outer step, and an
+    adapter has the optimizers that it learns best with.
     Replayable updates have no error feedback, and their credit and what a replay needs are kept for as long as a
     conviction takes.
     """
@@ -213,6 +215,10 @@ def _fill_in(tables: dict[str, Any]) -> None:
         schedule = inner.setdefault("schedule", {})
         if isinstance(schedule, dict) and "total_tokens" in run:
             schedule.setdefault("total_tokens", run["total_tokens"])
+    model = tables.get("model")
+    is_adapter = isinstance(model, dict) and "adapter" in model
+    if is_adapter and isinstance(inner, dict):
+        inner.setdefault("optimizer", ADAPTER_INNER.value)
     codec, outer = tables.setdefault("codec", {}), tables.setdefault("outer", {})
     audit = tables.get("audit")
     if isinstance(audit, dict) and audit.get("replayable") is True:
@@ -226,7 +232,7 @@ def _fill_in(tables: dict[str, Any]) -> None:
                 checkpoint.setdefault("keep", max(CheckpointSpec().keep, kept_checkpoints(hold, every)))
     if isinstance(codec, dict) and isinstance(outer, dict):
         if codec.get("kind", CodecSpec().kind) == "sign":
-            optimizer = outer.setdefault("optimizer", SIGN_OUTER.optimizer)
+            optimizer = outer.setdefault("optimizer", "plain" if is_adapter else SIGN_OUTER.optimizer)
             if optimizer == "plain":
                 outer.setdefault("lr", SIGN_PLAIN_LR)
             elif optimizer == SIGN_OUTER.optimizer:

@@ -89,7 +89,10 @@ def _smaller(device: Device, needed: int, share: float = USABLE) -> str:
 
 
 def _remedy(device: Device, needed: int, share: float = USABLE) -> str:
-    return _smaller(device, needed, share) + _larger(device)
+    less, owner = needed - device.base_savable, ""
+    if device.base_savable and less <= share * device.usable:
+        owner = f'; or ask the run\'s owner for model.adapter.dtype = "nf4", which needs {byte_size(less)}'
+    return _smaller(device, needed, share) + _larger(device) + owner
 
 
 def _larger(device: Device) -> str:
@@ -97,7 +100,9 @@ def _larger(device: Device) -> str:
     is_full = not device.offloaded and device.needed > USABLE * min(device.whole, device.limit or device.whole)
     files = ", or a larger --disk" if is_full else ""
     if device.usable < device.free:
-        return f"allow more with --gpu-memory, or use more GPUs (--parallel){files}"
+        more = "" if device.holds_whole else ", or use more GPUs (--parallel)"
+        return f"allow more with --gpu-memory{more}{files}"
     if device.kind == "cuda":
-        return f"take a GPU with more memory, or more of them (--parallel){files}"
+        more = "" if device.holds_whole else ", or more of them (--parallel)"
+        return f"take a GPU with more memory{more}{files}"
     return "take a machine with more memory, or a GPU"

@@ -34,6 +34,10 @@ class Device:
     note: str = ""
     savable: int = 0
     """Bytes of one that moments in 8 bits would save; 0 where they are no choice, or chosen already."""
+    base_savable: int = 0
+    """Bytes of one that a frozen base in nf4 would save, which the run's owner decides."""
+    holds_whole: bool = False
+    """Each device holds the whole of a frozen base, so more of them do not help."""
 
     @classmethod
     def of(cls, report: Mapping[str, Any]) -> Device:

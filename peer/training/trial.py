@@ -23,6 +23,7 @@ from peer.training.parallel import parallel_dims
 from peer.training.parallel.parallel_dims import ParallelDims
 from peer.training.parallel.plans import limits
 from peer.training.trainer import Trainer
+from protocol.adapter import held_bytes
 from protocol.ids import PeerKey
 from protocol.spec import TRAINED, RunSpec
 from protocol.training_memory import round_bytes
@@ -45,6 +46,10 @@ def look(
     if moments == "fp32" and dims.world == 1 and not spec.audit.replayable:
         rounded = limits(spec, device.type, offloads=home != "device", eight_bit=True)
         savable = needed - parallel_dims.memory(dims, rounded, largest)
+    adapter, base_savable = spec.model.adapter, 0
+    if adapter is not None and dims.world == 1:
+        smallest = held_bytes(spec.model.config, adapter.model_copy(update={"dtype": "nf4"}), device.type)
+        base_savable = allowed.frozen_bytes - smallest
     driver, gpus = _smi()
     if device.type == "cuda":
         # All of them: training is as fast as the slowest, and fits if it fits on the fullest.
@@ -62,6 +67,8 @@ def look(
         offloaded=round_bytes(layout, spec.outer) if home != "device" else 0,
         note=note_of(home, spec) if home == "files" else "",
         savable=savable,
+        base_savable=base_savable,
+        holds_whole=adapter is not None and adapter.quantised,
         free=free,
         whole=whole,
         limit=gpu_memory if device.type == "cuda" else 0,

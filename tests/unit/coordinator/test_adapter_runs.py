@@ -21,7 +21,7 @@ from cairn.commands.run_file import DTYPES
 from coordinator.adapter_export import export_adapter, export_merged
 from coordinator.authoring.errors import RunFileError
 from coordinator.authoring.resolve import ResolvedRun, resolve
-from coordinator.authoring.runfile import load_run
+from coordinator.authoring.runfile import SIGN_OUTER, SIGN_PLAIN_LR, load_run
 from coordinator.authoring.summary import dtypes_line, size_text, validate
 from coordinator.authoring.toml_file import tomllib
 from coordinator.checkpoints import evaluation_job
@@ -146,6 +146,14 @@ def test_the_state_is_the_adapter_and_the_base_is_a_blob(base: Path, begun: Reso
     names = {t.name for t in spec.model.layout.tensors}
     assert all(".lora_" in n or "input_layernorm" in n for n in names) and len(names) == 2 * (7 * 2 + 1)
     assert make_codec(spec.codec, spec.model.layout).size < adapter.base.size / 8
+
+
+def test_a_file_that_names_no_optimizers_has_those_that_an_adapter_learns_best_with(base: Path, begun: ResolvedRun):
+    inner, outer = begun.spec.inner, begun.spec.outer
+    assert (inner.optimizer, outer.optimizer, outer.lr) == ("adamw", "plain", SIGN_PLAIN_LR)
+    edit = ("[inner]", '[outer]\noptimizer = "nesterov"\n\n[inner]\noptimizer = "muon"')
+    chosen = load_run(run_file(base, edit, name="chosen.toml"))
+    assert chosen.inner.optimizer == "muon" and chosen.outer == SIGN_OUTER
 
 
 def test_the_adapter_begins_as_nothing_and_what_is_trained_in_full_as_the_base(begun: ResolvedRun):

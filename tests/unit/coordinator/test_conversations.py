@@ -218,6 +218,26 @@ def test_a_tool_call_is_trained_as_the_template_writes_it_and_its_answer_is_not(
         assert all(text in learnt for text in written) and learnt.endswith("a<|im_end|>") and "no" not in learnt
 
 
+def test_a_template_that_asks_whether_the_content_is_none_gets_the_call_with_its_nulls(tmp_path):
+    template = TOOLS.replace(
+        '{{ m.content or "" }}', "{% if m.content is none %}[call]{% else %}{{ m.content }}{% endif %}"
+    )
+    call = {"function": {"name": "fox", "arguments": {"the": None}}}
+    row = {"messages": [
+        {"role": "user", "content": "q", "name": None}, {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]}  # fmt: skip
+    for whole, learnt in documents_of(made(tmp_path, [row] * 3, template=template, window=256)):
+        assert learnt == f"[call]<call>{json.dumps(call['function'])}</call><|im_end|>" and learnt in whole
+
+
+def test_a_template_that_leaves_out_a_call_is_refused(tmp_path):
+    call = {"type": "function", "function": {"name": "fox", "arguments": {}}}
+    row = {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]}
+    plain = CHATML.replace("message['content']", "(message['content'] or '')")
+    with pytest.raises(DataInputError, match=r"line 1: the chat template leaves out .* the call of 'fox' of message 2"):
+        made(tmp_path, [row], template=plain)
+
+
 def test_plain_text_lies_beside_conversations_and_is_trained_whole(tmp_path):
     text = "the quick brown fox " * 60
     prepared = made(tmp_path, [{"text": text}, chat("q", "a"), {"text": "lazy"}])

@@ -27,6 +27,9 @@ def llama(hidden: int, intermediate: int, layers: int, vocabulary: int, *, tied:
 
 
 SEVEN = llama(4096, 11008, 32, 32_000, tied=False)
+WINDOW = 2048
+"""The longest that `cairn run init` chooses by itself."""
+
 TWO = llama(2048, 8192, 28, 65_536, tied=True)
 
 
@@ -48,8 +51,9 @@ def test_more_windows_in_a_step_need_no_more_memory():
 def test_two_billion_parameters_train_whole_on_24_gb_with_moments_in_8_bits_and_not_without():
     layout, inner = whole(TWO), with_optimizer("muon")
     assert 1.9e9 < layout.numel < 2.2e9
-    usual = training_memory(layout, TWO, inner, 1024)
-    assert usual > 24e9 > usual - eight_bit_saving(layout, TWO, inner, AuditSpec(), usual)
+    usual = training_memory(layout, TWO, inner, WINDOW)
+    rounded = usual - eight_bit_saving(layout, TWO, inner, AuditSpec(), usual)
+    assert usual > 24e9 > rounded and f"2B by Muon {rounded / 1e9:.1f} GB" in GUIDE.read_text()
     assert eight_bit_saving(layout, TWO, inner, AuditSpec(replayable=True), usual) == 0, "it forbids them"
 
 
@@ -64,5 +68,8 @@ def test_an_adapter_of_seven_billion_parameters_trains_on_16_gb_in_fewer_bits(dt
     pairs = [((16, i), (o, 16)) for o, i in shapes * 32]
     adapter = Layout.of({f"{n:03}.{m}": shape for n, pair in enumerate(pairs) for m, shape in enumerate(pair)})
     assert 35e6 < adapter.numel < 45e6
-    needed = training_memory(adapter, SEVEN, with_optimizer("adamw", 1), 512, base)
+    needed = training_memory(adapter, SEVEN, with_optimizer("adamw", 1), WINDOW, base)
     assert (needed < 16e9) == (dtype != "bfloat16")
+    assert dtype == "bfloat16" or f"{needed / 1e9:.1f} GB in `{dtype}`" in GUIDE.read_text()
+    larger = training_memory(adapter, SEVEN | {"vocab_size": 128_000}, with_optimizer("adamw", 1), WINDOW, base)
+    assert larger - needed == (128_000 - 32_000) * (10 * WINDOW + 2 * 4096), "logits, and the cast of an output layer"

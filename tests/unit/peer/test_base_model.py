@@ -159,12 +159,26 @@ async def test_wrong_bytes_at_an_address_are_refused_and_what_was_right_is_kept(
     assert store.read(NAME) == BASE
 
 
-def test_a_reading_that_is_stopped_leaves_its_chunks_for_the_next(store: Store, tmp_path: Path):
-    adapter, stopped = run_spec().model.adapter, threading.Event()
-    stopped.set()
+def test_a_reading_that_is_stopped_leaves_its_chunks_for_the_next(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(base_model, "READ_CHUNKS", 2)
+    adapter, stopped, read = run_spec().model.adapter, threading.Event(), []
+
+    def stop_after_two(size: int) -> None:
+        read.append(size)
+        if len(read) == 2:
+            stopped.set()
+
     assert adapter is not None
-    read_from_address(adapter, store, str(published(tmp_path / "published")), stopped, int, private=True)
-    assert not store.has(NAME)
+    address = str(published(tmp_path / "published"))
+    read_from_address(adapter, store, address, stopped, stop_after_two, private=True)
+    arriving = store.in_progress(NAME)
+    assert len(read) == 2 and not store.has(NAME) and arriving is not None
+    left = arriving.left
+    assert 0 < left < -(-len(BASE) // CHUNK)
+    read_from_address(adapter, store, address, threading.Event(), read.append, private=True)
+    assert len(read) == 2 + left and store.read(NAME) == BASE, "no chunk is read twice"
 
 
 async def test_the_base_counts_against_the_disk_that_is_allowed(tmp_path: Path):

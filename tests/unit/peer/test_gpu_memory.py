@@ -192,6 +192,21 @@ def test_moments_in_8_bits_are_a_remedy_where_training_fits_with_them(device: De
     assert said.startswith(remedy), finding
 
 
+def test_a_smaller_base_is_the_owner_s_remedy_where_training_fits_with_it():
+    short = replace(GPU, needed=17 * GB, base_savable=9 * GB)
+    finding = memory_finding(Trial(short), 0)
+    assert finding is not None and finding.remedy.endswith('owner for model.adapter.dtype = "nf4", which needs 8.0 GB')
+    for device in (replace(short, base_savable=GB), replace(short, base_savable=0)):
+        finding = memory_finding(Trial(device), 0)
+        assert finding is not None and "nf4" not in finding.remedy and "--parallel" in finding.remedy
+    finding = memory_finding(Trial(replace(short, base_savable=GB, holds_whole=True)), 0)
+    assert finding is not None and finding.remedy == "allow more with --gpu-memory, or a larger --disk"
+    finding = memory_finding(Trial(replace(short, limit=0, needed=90 * GB, holds_whole=True)), 0)
+    assert (
+        finding is not None and finding.remedy.startswith("take a GPU with more memory") and "--p" not in finding.remedy
+    )
+
+
 def test_the_doctor_knows_what_moments_in_8_bits_save(gpus):
     one, values = ParallelDims(), sum(t.numel for t in tiny_spec().model.layout.tensors if t.numel >= LEAST)
     found = trial.look(tiny_spec(), "auto", "cuda", one)
