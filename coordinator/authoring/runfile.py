@@ -204,8 +204,8 @@ FILLED_IN = {
 def _fill_in(tables: dict[str, Any]) -> None:
     """Fill in the defaults that depend on other fields.
 
-    The schedule ends with the run, an update holds up to two rounds' work, signs have their own outer step, and an
-    adapter has the optimizers that it learns best with.
+    The schedule ends with the run, an update holds up to two rounds' work, and signs have their own outer step.
+    An adapter has the optimizers that it learns best with.
     Replayable updates have no error feedback, and their credit and what a replay needs are kept for as long as a
     conviction takes.
     """
