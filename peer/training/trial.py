@@ -49,7 +49,7 @@ def look(
     adapter, base_savable = spec.model.adapter, 0
     if adapter is not None and dims.world == 1:
         smallest = held_bytes(spec.model.config, adapter.model_copy(update={"dtype": "nf4"}), device.type)
-        base_savable = allowed.frozen_bytes - smallest
+        base_savable = max(0, allowed.frozen_bytes - smallest)
     driver, gpus = _smi()
     if device.type == "cuda":
         # All of them: training is as fast as the slowest, and fits if it fits on the fullest.

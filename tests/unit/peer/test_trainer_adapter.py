@@ -317,6 +317,18 @@ def test_fsdp_of_a_quantised_base_is_refused_and_auto_never_takes_it(dtype, tmp_
         resolve_7b(monkeypatch, spec, 2, 12)
 
 
+def test_the_doctor_knows_what_a_base_in_nf4_saves_and_who_holds_it_whole(of_each_dtype: World):
+    spec = of_each_dtype.spec
+    adapter = spec.model.adapter
+    assert adapter is not None
+    found = trial.look(spec, "cpu", "cpu", ParallelDims())
+    smallest = held_bytes(spec.model.config, adapter.model_copy(update={"dtype": "nf4"}), "cpu")
+    assert found.base_savable == held_bytes(spec.model.config, adapter, "cpu") - smallest
+    assert (found.base_savable > 0) == (adapter.dtype != "nf4")
+    assert found.holds_whole == (adapter.dtype != "bfloat16")
+    assert trial.look(spec, "cpu", "cpu", ParallelDims(dp=2)).base_savable == 0
+
+
 def resolve_7b(monkeypatch, spec: RunSpec, gpus: int, gib: int) -> tuple[ParallelDims, str, str]:
     """Return what auto takes on GPUs of this much memory, if the base has 7B parameters and 14 GB."""
     fakes = {
