@@ -95,9 +95,8 @@ def test_a_run_that_trains_an_adapter_tells_of_its_base(tmp_path, monkeypatch):
     assert f", {byte_size(fetched)} to fetch; " in said
     # On a GPU linear layers are held as they are fetched, in bf16, and embeddings and norms in fp32.
     in_fp32 = 64 * 32 + 3 * 32
-    without = training_memory(model.layout, model.config, spec.inner, spec.data.window)
-    on_gpu = without + 2 * (adapter.parameters - in_fp32) + 4 * in_fp32
-    on_cpu = without + 4 * adapter.parameters
+    frozen = 2 * (adapter.parameters - in_fp32) + 4 * in_fp32, 4 * adapter.parameters
+    on_gpu, on_cpu = (training_memory(model.layout, model.config, spec.inner, spec.data.window, n) for n in frozen)
     assert f"a GPU with {byte_size(on_gpu)} of memory (estimated), or a CPU with {byte_size(on_cpu)}\n" in said
     told = as_json(run)
     assert (told["memory_bytes"], told["fetched_bytes"], told["packages"]) == (on_gpu, fetched, ["peft"])
