@@ -171,7 +171,7 @@ def _judge(base: Path, adapter: Path, held_out: Path, say) -> int:
     if loss_before - loss_after < MARGIN:
         say(f"FAILED: the loss fell by less than {MARGIN}")
         return 1
-    say("the adapter was trained by strangers, survived a kill, and answers through peft")
+    say("the adapter was trained by four peers, of which one was killed, and answers through peft")
     return 0
 
 
