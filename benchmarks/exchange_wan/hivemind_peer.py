@@ -10,7 +10,7 @@ round's search.
 `hivemind.Optimizer` gives its averagers limits that they do not have by themselves, and so it is here. A peer that
 sends nothing for `matchmaking_time` has failed. One all-reduce may take as long as the whole step. Three settings are
 not the optimizer's: a search waits for requests for 5 s instead of 15, a group may be without one peer, and each
-peer states its bandwidth. A peer listens by TCP and by QUIC, as Cairn's do.
+peer states its bandwidth. A peer listens by TCP, and in the rows -quic by QUIC, too, as Cairn's do.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ def main() -> int:
     job, number = Job.read(Path(sys.argv[1])), int(sys.argv[2])
     torch.set_num_threads(1)
     diary, n = Diary(job, number), len(job.ips)
+    ports = [f"tcp/{PORT}"] + [f"udp/{PORT}/quic-v1"] * job.options["quic"]
     dht = hivemind.DHT(
-        host_maddrs=[f"/ip4/{job.ips[number]}/{port}" for port in (f"tcp/{PORT}", f"udp/{PORT}/quic-v1")],
+        host_maddrs=[f"/ip4/{job.ips[number]}/{port}" for port in ports],
         initial_peers=first_peer(job.path) if number else [],
         start=True,
     )

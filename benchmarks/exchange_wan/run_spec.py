@@ -14,11 +14,12 @@ from benchmarks.exchange_wan.setting import TARGET, WINDOW, Setting
 from peer.store import Store
 from protocol.identity import Identity
 from protocol.ids import sha256
+from protocol.layout import Layout
 from protocol.merkle import blob_digest
 from protocol.message_codec import KeySigner
 from protocol.messages import Admission
-from protocol.spec import RunSpec
-from protocol.state import checkpoint_chunks, state_digest
+from protocol.spec import OuterSpec, RunSpec
+from protocol.state import checkpoint_chunks, state_digest, state_layout
 
 PORT = 7450
 OWNER = Identity(sha256(b"the owner of a benchmark's run"))
@@ -43,13 +44,13 @@ def addresses(job: Job, but: int) -> list[str]:
 def spec_of(job: Job) -> RunSpec:
     """Return the run's spec, the same for everybody with the same job."""
     layout = Setting(job.parameters, len(job.ips)).layout
-    zeros = {t.name: torch.zeros(t.shape) for t in layout.tensors}
+    states = state_layout(layout, OuterSpec())
     return RunSpec.model_validate(
         {
             "name": "exchange",
             "owner": OWNER.key.hex(),
             "model": {"config": {"model_type": "llama"}, "tensors": [[t.name, list(t.shape)] for t in layout.tensors]},
-            "genesis": {"digest": state_digest(layout, zeros, 1).hex(), "size": layout.checkpoint_size},
+            "genesis": {"digest": state_digest(states, _zeros(states), 1).hex(), "size": states.checkpoint_size},
             "tokenizer": {"digest": blob_digest(TOKENIZER).hex(), "size": len(TOKENIZER)},
             "data": {
                 "window": WINDOW,
@@ -73,10 +74,15 @@ def spec_of(job: Job) -> RunSpec:
 
 def write_genesis(spec: RunSpec, file: Path) -> None:
     """Write the first state's checkpoint, which all peers link to."""
-    layout = spec.model.layout
+    layout = state_layout(spec.model.layout, spec.outer)
     with open(file, "wb") as out:
-        for chunk in checkpoint_chunks(layout, {t.name: torch.zeros(t.shape) for t in layout.tensors}):
+        for chunk in checkpoint_chunks(layout, _zeros(layout)):
             out.write(chunk)
+
+
+def _zeros(layout: Layout) -> dict[str, torch.Tensor]:
+    """Return tensors of zeros, fp32 in a layout's shapes."""
+    return {t.name: torch.zeros(t.shape) for t in layout.tensors}
 
 
 def furnish(store: Store, spec: RunSpec, genesis: Path) -> None:

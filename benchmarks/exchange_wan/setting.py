@@ -102,8 +102,8 @@ def _tcp(kind: str, **more: Any) -> System:
     )
 
 
-def _hivemind(says: str, wire: str, width: float) -> System:
-    return System(f"{PACKAGE}.hivemind_peer", says, {"compression": wire}, width=width)
+def _hivemind(says: str, wire: str, width: float, *, quic: bool = False) -> System:
+    return System(f"{PACKAGE}.hivemind_peer", says, {"compression": wire, "quic": quic}, width=width)
 
 
 SYSTEMS: dict[str, System] = {
@@ -118,6 +118,7 @@ SYSTEMS: dict[str, System] = {
     "tcp-sign": _tcp("sign"),
     "tcp-int8": _tcp("int8"),
     "hivemind-u8": _hivemind("hivemind's averager, u8", "uint8", 1.0),
+    "hivemind-u8-quic": _hivemind("hivemind's averager, u8, also by QUIC", "uint8", 1.0, quic=True),
     "hivemind-fp16": _hivemind("hivemind's averager, fp16", "fp16", 2.0),
     "hivemind-none": _hivemind("hivemind's averager, fp32", "none", 4.0),
     "gloo": System(f"{PACKAGE}.gloo_peer", "torch.distributed, gloo, fp32", width=4.0),

@@ -138,7 +138,7 @@ class StandIn:
         self._progress(0)
         generator = torch.Generator().manual_seed(1000 * round + self._number)
         blob = bytearray(self._codec.header)
-        for index, tensor in enumerate(self._layout.tensors):
+        for index, tensor in enumerate(self._spec.model.layout.tensors):
             if tensor.numel % BLOCK:
                 raise ChannelError(f"{tensor.name} is not a whole number of blocks")
             blob += self._codec.encode_blocks(index, 0, torch.randn(tensor.numel, generator=generator))

@@ -18,6 +18,7 @@ from benchmarks.overlap import run_file, topology
 from coordinator.authoring.toml_file import tomllib
 from peer.store import Store
 from protocol.codec import make_codec
+from protocol.state import state_layout, tensors_from_checkpoint
 
 SETTING = Setting(parameters=25_000_000, peers=4)
 
@@ -205,6 +206,7 @@ def test_all_who_are_given_a_job_make_the_same_run_of_it(tmp_path: Path):
     spec = spec_of(job)
     assert spec.run_id == spec_of(_job(tmp_path)).run_id
     write_genesis(spec, tmp_path / "genesis")
+    tensors_from_checkpoint(state_layout(spec.model.layout, spec.outer), (tmp_path / "genesis").read_bytes())
     with Store(tmp_path / "store", 10**9) as store:
         furnish(store, spec, tmp_path / "genesis")
         assert all(store.has(b.name) for b in (spec.genesis, spec.tokenizer, spec.data.train[0]))
