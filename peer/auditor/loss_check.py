@@ -97,6 +97,8 @@ class LossCheck:
     def scores(self, update: ClaimedUpdate, blob: bytes, own: tuple[ClaimedUpdate, bytes] | None) -> tuple[Score, ...]:
         """Return the scores of an update. `own`: the auditor's update of the record, if it has one.
 
+        Fewer windows of its own than are compared here would show less of the same gain, and count for nothing.
+
         Raises UncheckableUpdate, DataError, CodecError and torch.OutOfMemoryError.
         """
         parts = self._looks(update)
@@ -105,7 +107,8 @@ class LossCheck:
         if len(parts) > 1 and (gain < GAIN + CLEAR or quarter < QUARTER + CLEAR):
             gain, quarter = gains.with_more(self._gains(blob, parts[1])).scores()
         least_gain, least_quarter = GAIN, QUARTER
-        if own is not None and (gain < GAIN or quarter < QUARTER):
+        enough = own is not None and own[0].windows >= min(update.windows, WINDOWS_COMPARED)
+        if own is not None and enough and (gain < GAIN or quarter < QUARTER):
             own_gain, own_quarter = self._gains(own[1], self._windows(own[0])).scores()
             least_gain, least_quarter = threshold_beside(GAIN, own_gain), threshold_beside(QUARTER, own_quarter)
         return Score("gain", gain, least_gain), Score("quarter", quarter, least_quarter)

@@ -236,6 +236,15 @@ def test_an_update_that_passes_clearly_at_a_first_look_is_measured_on_half_of_th
     assert run.measured == [n for n in measured for _ in ("before", "after")]
 
 
+@pytest.mark.parametrize("windows", [4, 63])
+def test_an_auditors_own_update_of_too_few_windows_excuses_no_other(windows):
+    update = ClaimedUpdate(PeerKey(b"a" * 32), 0, 0, 400, Path())
+    mine = ClaimedUpdate(PeerKey(b"b" * 32), 0, 0, windows, Path())
+    run: Any = Gaining(update)
+    found = LossCheck(run, b"seed", run, run).scores(update, b"0", (mine, b"0"))
+    assert [s.threshold for s in found] == [GAIN, QUARTER] and not any(s.value >= s.threshold for s in found)
+
+
 def test_a_t_value_is_the_difference_in_standard_errors():
     assert t_value([3.0, 5.0], [1.0, 1.0]) == pytest.approx(3.0)
     assert t_value([1.0, 1.0], [1.0, 1.0]) == 0.0
