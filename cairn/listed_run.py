@@ -179,12 +179,14 @@ def memory(spec: RunSpec, device_type: str = "cuda") -> int:
     """
     frozen = 0
     if (adapter := spec.model.adapter) is not None:
-        if spec.model.config.get("num_hidden_layers", 0) > MOST_LAYERS:
-            raise SpecError(f"its base has more than {MOST_LAYERS} layers")
         with quiet_imports():
             from protocol.adapter import held_bytes
+            from protocol.model import layers_of
+        if layers_of(spec.model.config) > MOST_LAYERS:
+            raise SpecError(f"its base has more than {MOST_LAYERS} layers")
         frozen = held_bytes(spec.model.config, adapter, device_type)
-    return training_memory(spec.model.layout, spec.model.config, spec.inner, spec.data.window, frozen)
+    where = {"on_cpu": device_type == "cpu"}
+    return training_memory(spec.model.layout, spec.model.config, spec.inner, spec.data.window, frozen, **where)
 
 
 def packages(adapter: AdapterSettings | None) -> list[str]:

@@ -251,10 +251,10 @@ def beside_hivemind(rows: Sequence[Mapping[str, Any]]) -> str:
             cells.append(
                 [f"{where[1]} peers, {where[0] / 1e6:.0f}M", *names,
                  *(f"{r[k]:.2f}" for r, k in ((ours, "exchange"), (ours, "applied"), (theirs, "applied"))),
-                 *(f"{theirs['applied'] / ours[k]:.2f}" for k in ("exchange", "applied"))]
+                 *(f"{theirs['applied'] / ours[k]:.2f}" for k in ("exchange", "applied")), verdict(theirs)]
             )  # fmt: skip
     columns = ("swarm", "Cairn", "hivemind", "Cairn: exchange s", "applied s", "hivemind: all-reduce s",
-               "all-reduce / exchange", "all-reduce / applied")  # fmt: skip
+               "all-reduce / exchange", "all-reduce / applied", "hivemind's result")  # fmt: skip
     return report.table(columns, cells)
 
 

@@ -16,6 +16,7 @@ VOCABULARY = 32_768
 @click.option("--out", required=True, type=FOLDER, help="Folder for the shards.")
 @click.option("--vocab", type=click.IntRange(257, 2**20), help=f"Size of a new vocabulary.  [default: {VOCABULARY}]")
 @click.option("--tokenizer", type=FILE, help="Use this tokenizer.json.")
+@click.option("--end-of-text", help="Its token that ends a document.  [default: its eos_token]")
 @click.option("--field", default="text", show_default=True, help="The text's field in JSONL and column in Parquet.")
 @click.option(
     "--shard-tokens", type=click.IntRange(1024, 2**31), default=2**26, show_default=True, help="Tokens a shard."
@@ -41,9 +42,9 @@ VOCABULARY = 32_768
 )
 @click.option("--mix", type=(str, float), multiple=True, metavar="INPUT SHARE", help="Other documents beside them.")
 def prepare(
-    inputs: tuple[str, ...], out: Path, vocab: int | None, tokenizer: Path | None, field: str, shard_tokens: int,
-    validation_every: int, window: int | None, chat_template: Path | None, train_on: tuple[str, ...], long: str,
-    mix: tuple[tuple[str, float], ...],
+    inputs: tuple[str, ...], out: Path, vocab: int | None, tokenizer: Path | None, end_of_text: str | None, field: str,
+    shard_tokens: int, validation_every: int, window: int | None, chat_template: Path | None,
+    train_on: tuple[str, ...], long: str, mix: tuple[tuple[str, float], ...],
 ) -> None:  # fmt: skip
     """Turn text, JSONL or Parquet files into token shards with a manifest."""
     from pydantic import ValidationError
@@ -55,6 +56,8 @@ def prepare(
 
     if vocab is not None and tokenizer is not None:
         raise click.UsageError("--tokenizer has a vocabulary of its own: leave out --vocab or --tokenizer")
+    if end_of_text is not None and tokenizer is None:
+        raise click.UsageError("--end-of-text names a token of a given tokenizer: give --tokenizer, too")
     asked = {
         "chat_template": str(chat_template) if chat_template else None,
         "long": long,
@@ -72,6 +75,7 @@ def prepare(
         field=field,
         vocabulary=None if tokenizer else vocab or VOCABULARY,
         tokenizer=tokenizer,
+        end_of_text=end_of_text,
         validation_every=validation_every,
         shard_tokens=shard_tokens,
         window=window,

@@ -54,9 +54,13 @@ def plan(
 ) -> None:
     """Plan a run.toml for a model, volunteers and their links: each field with its reason, and the costs."""
     from cairn.plan_view import lines
+    from coordinator.authoring.memory import training_memory
     from coordinator.authoring.model_config import LEAST_PARAMETERS, llama_of, parameters_of_table, read_model
     from coordinator.authoring.plan import PlanError, PlanInputs, plan
+    from coordinator.authoring.summary import dtypes_line
     from coordinator.authoring.template import fill
+    from protocol.model import plain_config
+    from protocol.spec import InnerSpec
 
     if model and parameters is not None:
         raise click.UsageError("--model and --parameters: give one of the two")
@@ -91,6 +95,10 @@ def plan(
         write_new(out, text, force=force)
     for line in lines(made, str(model or ""), assumed=model is None and parameters is None):
         click.echo(line)
+    if read is not None and read.adapter is not None:
+        inner = InnerSpec(optimizer=str(made.inner.value), batch=made.inputs.windows)
+        config = plain_config({"vocab_size": read.vocabulary} | read.table)
+        click.echo(dtypes_line(read.adapter, config, training_memory(read.layout, config, inner, window)))
     if out:
         click.echo(f"\n{out} is written: name your documents in its [data], then:")
         click.echo(f"    cairn run validate {out}")

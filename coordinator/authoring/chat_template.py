@@ -34,7 +34,7 @@ MAX_SETTING = 1_000_000
 FIXED_DAY = datetime(2024, 7, 26)
 """The day that a template gets as today: the one that Llama's own template has by default."""
 
-ASSISTANT = "assistant"
+ASSISTANT, TOOL = "assistant", "tool"
 _OPEN, _CLOSE, _PROBE = "\ufdd0", "\ufdd1", "\ufdd2"
 """Marks around the text that a template calls generated: code points that are no characters, and are removed again."""
 
@@ -74,9 +74,12 @@ class ChatTemplate:
         return f"'{role}'" in self.text or f'"{role}"' in self.text
 
     def rendered(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], train_on: Sequence[str], where: str
-    ) -> Iterator[tuple[str, list[TrainedSpan]]]:
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], train_on: Sequence[str], where: str,
+        given: int = 0,
+    ) -> Iterator[tuple[str, list[TrainedSpan]]]:  # fmt: skip
         """Yield a conversation's text, and what is trained of it: the messages of the roles `train_on`.
+
+        The first `given` messages are a prompt, of which nothing is trained.
 
         A template that marks what the model says (`{% generation %}`) decides itself, if only the assistant is
         trained. Otherwise the conversation is rendered up to each trained message, and with it; each text must be the
@@ -84,9 +87,10 @@ class ChatTemplate:
         the assistant is trained, each answer then has a text of its own, which ends with it. Raises DataInputError,
         which begins with `where`.
         """
-        answers = [i for i, m in enumerate(messages) if m["role"] == ASSISTANT]
-        trained = [i for i, m in enumerate(messages) if m["role"] in train_on]
-        marks = self._marks and list(train_on) == [ASSISTANT]
+        answers = [i for i, m in enumerate(messages) if i >= given and m["role"] == ASSISTANT]
+        trained = [i for i, m in enumerate(messages) if i >= given and m["role"] in train_on]
+        only_given = any(m["role"] == ASSISTANT for m in messages[:given])
+        marks = self._marks and list(train_on) == [ASSISTANT] and not only_given
         try:
             whole = self._trained(messages, tools, trained, where, marks=marks)
         except _DiffersError:
@@ -112,10 +116,17 @@ class ChatTemplate:
             said = [("the text", (message.get("content") or "").strip())]
             said += [(f"the call of {name!r}", name) for name in _called(message)]
             for what, there in said:
-                if must_stay and there not in text:
+                as_json = message["role"] == TOOL and i not in trained and _quoted(there) in text  # as Llama 3 has it
+                if must_stay and not as_json and there not in text:
                     raise _DiffersError(
                         f"{where}: the chat template leaves out or changes {what} of message {i + 1} "
                         f"({message['role']}): correct {self.name}, or take such messages out"
+                    )
+            for arguments in _argument_texts(message):
+                if i in trained and arguments not in text and _quoted(arguments) in text:
+                    raise DataInputError(
+                        f"{where}: message {i + 1} calls a tool with arguments that are text, which the chat template "
+                        f"would write as text in quotes: write them as an object ({self.name})"
                     )
         if marks:
             return text, marked
@@ -169,10 +180,24 @@ class ChatTemplate:
 
 def _called(message: Mapping[str, Any]) -> list[str]:
     """Return the names of the functions that a message calls."""
+    return [f["name"] for f in _calls(message) if isinstance(f.get("name"), str)]
+
+
+def _argument_texts(message: Mapping[str, Any]) -> list[str]:
+    """Return the arguments of the calls of a message that are text instead of objects."""
+    return [f["arguments"] for f in _calls(message) if isinstance(f.get("arguments"), str)]
+
+
+def _calls(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the calls of functions in a message: name and arguments."""
     calls = message.get("tool_calls")
     calls = [c for c in calls if isinstance(c, dict)] if isinstance(calls, list) else []
-    functions = [c["function"] if isinstance(c.get("function"), dict) else c for c in calls]
-    return [f["name"] for f in functions if isinstance(f.get("name"), str)]
+    return [c["function"] if isinstance(c.get("function"), dict) else c for c in calls]
+
+
+def _quoted(text: str) -> str:
+    """Return text as it stands between the quotes of JSON."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def _spans_of(text: str) -> tuple[str, list[TrainedSpan]]:
@@ -269,6 +294,12 @@ def chat_spec(template: ChatTemplate, end_tokens: Sequence[int], tokenizer: Path
         )
     except ValidationError as e:
         raise DataInputError(explain(e, template.name)) from None
+
+
+def end_of_text_beside(tokenizer: Path) -> str:
+    """Return the eos_token of the tokenizer_config.json beside a tokenizer, or "". Raises DataInputError."""
+    beside = tokenizer.with_name(TOKENIZER_CONFIG)
+    return _token(_json(beside).get("eos_token")) if beside.is_file() else ""
 
 
 def _token(value: Any) -> str:

@@ -116,8 +116,8 @@ class ConversationReader:
         batch: list[_Rendered] = []
         size = 0
         for row in read_rows(source, [MESSAGES, PROMPT, COMPLETION, TOOLS, self.field]):
-            messages = messages_of(row.fields, row.where)
-            if messages is None:
+            found = messages_of(row.fields, row.where)
+            if found is None:
                 if not (MESSAGES in row.fields or self.field in row.fields):
                     there = ", ".join(map(repr, list(row.fields)[:10])) or "nothing"
                     raise DataInputError(
@@ -129,7 +129,7 @@ class ConversationReader:
                 if (text := row.text(self.field)).strip():
                     yield from self._pieces_of_text(ids for ids, _ in self.run.encode(segments_of(text)))
                 continue
-            for rendered in self._rendered(messages, row.fields.get(TOOLS) or [], row.where):
+            for rendered in self._rendered(*found, row.fields.get(TOOLS) or [], row.where):
                 batch.append(rendered)
                 size += len(rendered.text)
                 if size >= BATCH:
@@ -137,8 +137,11 @@ class ConversationReader:
                     batch, size = [], 0
         yield from self._encoded(batch)
 
-    def _rendered(self, messages: list[dict[str, Any]], tools: Any, where: str) -> Iterator[_Rendered]:
-        """Yield the documents of a conversation: itself, or one for each answer. Raises DataInputError."""
+    def _rendered(self, messages: list[dict[str, Any]], given: int, tools: Any, where: str) -> Iterator[_Rendered]:
+        """Yield the documents of a conversation: itself, or one for each answer. Raises DataInputError.
+
+        `given`: the number of its first messages that are a prompt.
+        """
         template = self.template
         if template is None:
             raise DataInputError(
@@ -155,13 +158,14 @@ class ConversationReader:
                     f"one of {', '.join(ROLES)}"
                 )
         self.counts.rows += 1
-        for number, (text, spans) in enumerate(template.rendered(messages, tools, self.table.train_on, where), 1):
+        documents = template.rendered(messages, tools, self.table.train_on, where, given)
+        for number, (text, spans) in enumerate(documents, 1):
             if not any(span.start < span.end for span in spans):
                 raise DataInputError(
                     f"{where}: nothing to train on: it has no message of {' or '.join(self.table.train_on)}: remove "
                     "it, or add the role to data.conversations.train_on"
                 )
-            yield _Rendered(self.counts.rows, number, where, text, spans)
+            yield _Rendered(self.counts.rows, number, where, checked_text(text, where), spans)
 
     def _encoded(self, batch: Sequence[_Rendered]) -> Iterator[MarkedDocument]:
         encodings = self.run.encode_rendered([b.text for b in batch])
@@ -249,11 +253,12 @@ def _piece(tokens: np.ndarray, row: int) -> MarkedDocument:
     return MarkedDocument(tokens, row)
 
 
-def messages_of(row: dict[str, Any], where: str) -> list[dict[str, Any]] | None:
-    """Return the messages of a row, or None if it holds none. Raises DataInputError.
+def messages_of(row: dict[str, Any], where: str) -> tuple[list[dict[str, Any]], int] | None:
+    """Return the messages of a row, and how many of the first are its prompt; None if it holds none.
 
-    `prompt` and `completion` are a user's and an assistant's text, or lists of messages.
+    `prompt` and `completion` are a user's and an assistant's text, or lists of messages. Raises DataInputError.
     """
+    prompts = 0
     if row.get(MESSAGES) is not None:
         given = row[MESSAGES]
     elif row.get(PROMPT) is not None and row.get(COMPLETION) is not None:
@@ -261,7 +266,7 @@ def messages_of(row: dict[str, Any], where: str) -> list[dict[str, Any]] | None:
         if isinstance(prompt, str) and isinstance(completion, str):
             given = [{"role": "user", "content": prompt}, {"role": ASSISTANT, "content": completion}]
         elif isinstance(prompt, list) and isinstance(completion, list):
-            given = prompt + completion
+            given, prompts = prompt + completion, len(prompt)
         else:
             raise DataInputError(f"{where}: {PROMPT!r} and {COMPLETION!r}: write two texts, or two lists of messages")
     else:
@@ -269,7 +274,7 @@ def messages_of(row: dict[str, Any], where: str) -> list[dict[str, Any]] | None:
     if not isinstance(given, list) or not given:
         what = "an empty list" if given == [] else kind_of(given)
         raise DataInputError(f"{where}: {MESSAGES!r} holds {what}: write a list of messages with role and content")
-    return [_message(message, f"{where}: message {number}") for number, message in enumerate(given, 1)]
+    return [_message(message, f"{where}: message {number}") for number, message in enumerate(given, 1)], prompts
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:

@@ -185,8 +185,14 @@ def prepare(
     base = base or Path.cwd()
     train, held_out = find_documents(inputs, validation, base)
     mixed = [find_sources(m.sources, base) for m in conversations.mix] if conversations else []
-    if twice := {s.path for part in mixed for s in part} & {s.path for s in (*train, *held_out)}:
-        raise DataInputError(f"{min(twice)} is in data.conversations.mix and among the other documents: name it once")
+    seen = {s.path for s in (*train, *held_out)}
+    for part in mixed:
+        paths = {s.path for s in part}
+        if twice := paths & seen:
+            raise DataInputError(
+                f"{min(twice)} is in data.conversations.mix and among the other documents: name it once"
+            )
+        seen |= paths
     given = tokens.load(tokenizer, end_of_text) if tokenizer else None
     template = None
     if conversations is not None:
@@ -406,6 +412,11 @@ class _MarkedWriter:
                 if piece.row != self.row:
                     split = int(bool(every) and sum(self.documents) % every == every - 1)
                 self._add(piece, split, report)
+            if self.counts.dropped and not sum(self.documents):
+                raise DataInputError(
+                    f"all {self.counts.dropped:,} conversations are longer than a window of {self.window:,} tokens, or "
+                    'have no answer within it: take a larger window, or data.conversations.long = "split"'
+                )
             check_held_out(every, sum(self.documents))
             for piece in self.reader.documents(held_out):
                 self._add(piece, 1, report)

@@ -224,7 +224,7 @@ def _conversation_lines(sft: str, out: Path, counted: _Counted, made: RunPlan) -
         else "# The model's folder has no chat template: this plain one was written for it.\n"
         f"chat_template = {_text(TEMPLATE)}"
     )
-    source = Path(sft)
+    source = Path(sft).expanduser()
     place = sft if "://" in sft else _place(source, out)
     target = max(1, round(made.target_tokens * share))
     some = counted.documents >= 10 * VALIDATION_EVERY
@@ -293,13 +293,7 @@ def _tokenizer(folder: Path) -> tokens.RunTokenizer:
         raise DataInputError(
             f"{path}: no such file: make it with AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
-    try:
-        end = json.loads((folder / "tokenizer_config.json").read_bytes()).get("eos_token")
-    except (OSError, ValueError, AttributeError, RecursionError):
-        end = None
-    if isinstance(end, dict):
-        end = end.get("content")
-    return tokens.load(path, end if isinstance(end, str) else None)
+    return tokens.load(path, None)
 
 
 def _place(folder: Path, out: Path) -> str:

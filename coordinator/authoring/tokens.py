@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from coordinator.authoring.chat_template import end_of_text_beside
 from coordinator.authoring.documents import TextSegment
 from coordinator.authoring.errors import DataInputError
 from protocol.spec import MAX_TOKENIZER, Section
@@ -92,12 +93,16 @@ class RunTokenizer:
         return openings
 
     def encode_rendered(self, texts: Sequence[str]) -> list[Encoding]:
-        """Return the encodings of rendered conversations, in which special tokens are recognised."""
-        self.tokenizer.encode_special_tokens = False
+        """Return the encodings of rendered conversations, in which special tokens are recognised.
+
+        A post-processor that trims offsets would say that a token of spaces has no place in the text.
+        """
+        tokenizer, processor = self.tokenizer, self.tokenizer.post_processor
+        tokenizer.encode_special_tokens, tokenizer.post_processor = False, None  # type: ignore[assignment]
         try:
-            return self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
+            return tokenizer.encode_batch(list(texts), add_special_tokens=False)
         finally:
-            self.tokenizer.encode_special_tokens = True
+            tokenizer.encode_special_tokens, tokenizer.post_processor = True, processor
 
     @cached_property
     def begin_id(self) -> int | None:
@@ -157,17 +162,19 @@ def vocabulary_of(path: Path) -> dict[str, int]:
 
 
 def load(path: Path, end: str | None) -> RunTokenizer:
-    """Load a tokenizer.json. `end` names its end-of-text token; by default a usual name is searched for.
+    """Load a tokenizer.json. `end` names its end-of-text token.
 
-    Raises DataInputError.
+    By default it is the eos_token of the tokenizer_config.json beside it, or else a special token of a usual name.
+    Gemma's "</s>" is no special one, but a tag of HTML. Raises DataInputError.
     """
     tokenizer, file = _read(path)
     if end is None:
-        end = next((t for t in KNOWN_ENDS if tokenizer.token_to_id(t) is not None), None)
-        if end is None:
+        special = {t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special}
+        usual = next((t for t in KNOWN_ENDS if t in special), "")
+        if not (end := end_of_text_beside(path) or usual):
             raise DataInputError(
-                f"{path}: it is not clear which token ends a document ({', '.join(KNOWN_ENDS)} are not in it): "
-                "name it as end_of_text"
+                f"{path}: it is not clear which token ends a document (none of {', '.join(KNOWN_ENDS)} is a special "
+                "token of it): name it as end_of_text (`cairn data prepare --end-of-text`)"
             )
     return _made(tokenizer, file, end, str(path))
 

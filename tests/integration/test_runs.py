@@ -15,6 +15,7 @@ from coordinator.authoring.memory import training_memory
 from coordinator.checkpoints.settings import AboutTable
 from peer.units import byte_size, count
 from protocol.errors import CairnError
+from protocol.model import layers_of
 from protocol.spec import AdapterSettings
 from tests.support.command_line import (
     cairn,
@@ -96,7 +97,10 @@ def test_a_run_that_trains_an_adapter_tells_of_its_base(tmp_path, monkeypatch):
     # On a GPU linear layers are held as they are fetched, in bf16, and embeddings and norms in fp32.
     in_fp32 = 64 * 32 + 3 * 32
     frozen = 2 * (adapter.parameters - in_fp32) + 4 * in_fp32, 4 * adapter.parameters
-    on_gpu, on_cpu = (training_memory(model.layout, model.config, spec.inner, spec.data.window, n) for n in frozen)
+    on_gpu, on_cpu = (
+        training_memory(model.layout, model.config, spec.inner, spec.data.window, n, on_cpu=bool(i))
+        for i, n in enumerate(frozen)
+    )
     assert f"a GPU with {byte_size(on_gpu)} of memory (estimated), or a CPU with {byte_size(on_cpu)}\n" in said
     told = as_json(run)
     assert (told["memory_bytes"], told["fetched_bytes"], told["packages"]) == (on_gpu, fetched, ["peft"])
@@ -110,9 +114,15 @@ def test_a_run_that_trains_an_adapter_tells_of_its_base(tmp_path, monkeypatch):
     unknown = replace(run, spec=spec.model_copy(update={"model": newer}))
     assert "enough    not known here: model: model_type is 'llama9'" in "\n".join(lines(unknown))
     assert as_json(unknown)["memory_bytes"] is None
-    deep = model.model_copy(update={"config": model.config | {"num_hidden_layers": 257}})
-    said = lines(replace(run, spec=spec.model_copy(update={"model": deep})))
-    assert "  enough    not known here: its base has more than 256 layers" in said
+    assert layers_of({"model_type": "gpt2", "n_layer": 9999}) == 9999
+    for fields, why in (
+        ({"num_hidden_layers": 257}, "its base has more than 256 layers"),
+        ({"num_hidden_layers": "x"}, "model: "),
+        ({"num_hidden_layers": None}, "model: "),
+    ):
+        strange = model.model_copy(update={"config": {**model.config, **fields}})
+        said = lines(replace(run, spec=spec.model_copy(update={"model": strange})))
+        assert any(line.startswith(f"  enough    not known here: {why}") for line in said), said
 
 
 def free_port() -> int:

@@ -238,6 +238,54 @@ def test_a_template_that_leaves_out_a_call_is_refused(tmp_path):
         made(tmp_path, [row], template=plain)
 
 
+def test_what_a_tool_says_may_be_written_as_json(tmp_path):
+    template = CHATML.replace(
+        "message['content']", "(message['content'] | tojson if message['role'] == 'tool' else message['content'])"
+    )
+    row = {"messages": [USER, {"role": "tool", "content": '{"fox": "dog"}\n'}, {"role": "assistant", "content": "a"}]}
+    ((whole, learnt),) = documents_of(made(tmp_path, [row], template=template))
+    assert '"{\\"fox\\": \\"dog\\"}\\n"' in whole and learnt == "a<|im_end|>"
+
+
+def test_arguments_that_a_template_would_put_in_quotes_are_refused(tmp_path):
+    def row(arguments: Any) -> dict[str, Any]:
+        calls = [{"function": {"name": "fox", "arguments": arguments}}]
+        return {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": calls}]}
+
+    with pytest.raises(DataInputError, match=r"line 1: message 2 calls a tool with arguments that are text, .* object"):
+        made(tmp_path, [row('{"the": "dog"}')], template=TOOLS, window=256)
+    with pytest.raises(DataInputError, match="line 1: text with half a surrogate pair"):
+        made(tmp_path, [row({"the": "\ud800"})], template=TOOLS, window=256)
+    joined = TOOLS.replace("call.function | tojson", "call.function.name + call.function.arguments")
+    ((_, learnt),) = documents_of(made(tmp_path / "text", [row('{"the": "dog"}')], template=joined, window=256))
+    assert learnt == '<call>fox{"the": "dog"}</call><|im_end|>'
+
+
+@pytest.mark.parametrize("marks", [True, False], ids=["marked", "plain"])
+def test_of_a_prompt_nothing_is_trained(tmp_path, marks):
+    said = "{{ message['content'] + '<|im_end|>' }}"
+    template = (
+        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+        "{% if message['role'] == 'assistant' %}"
+        f"{{% generation %}}{said}{{% endgeneration %}}{{% else %}}{said}{{% endif %}}{{% endfor %}}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    prompt = chat("q", "fox")["messages"] + [{"role": "user", "content": "and"}]
+    row = {"prompt": prompt, "completion": [{"role": "assistant", "content": "dog"}]}
+    ((whole, learnt),) = documents_of(made(tmp_path, [row], template=template if marks else CHATML))
+    assert "fox" in whole and learnt == "dog<|im_end|>"
+
+
+def test_spaces_are_trained_though_a_tokenizer_trims_its_offsets(tmp_path):
+    path = base_tokenizer(tmp_path / "base")
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    tokenizer.save(str(path))
+    answer = "fox\n        dog  \n\n  lazy"
+    ((_, learnt),) = documents_of(made(tmp_path, [chat("q", answer)]))
+    assert learnt == f"{answer}<|im_end|>"
+
+
 def test_plain_text_lies_beside_conversations_and_is_trained_whole(tmp_path):
     text = "the quick brown fox " * 60
     prepared = made(tmp_path, [{"text": text}, chat("q", "a"), {"text": "lazy"}])
@@ -455,6 +503,14 @@ def test_a_mix_of_documents_that_are_trained_or_held_out_already_is_refused(tmp_
         table = {"mix": [{"source": source, "share": 0.1}]}
         with pytest.raises(DataInputError, match="mix and among the other documents: name it once"):
             made(tmp_path, [chat("yes?", "no")], validation=[str(held)], table=table)
+    write_rows(tmp_path / "more.jsonl", [chat("fox?", "lazy")])
+    with pytest.raises(DataInputError, match="mix and among the other documents: name it once"):
+        made(tmp_path, [chat("yes?", "no")], table={"mix": [{"source": "more.jsonl", "share": 0.1}] * 2})
+
+
+def test_conversations_that_are_all_too_long_are_named_with_what_to_do(tmp_path):
+    with pytest.raises(DataInputError, match="all 3 conversations are longer than a window of 64 tokens"):
+        made(tmp_path, [chat("q", "dog " * 99)] * 3, table={"long": "drop"}, validation_every=2)
 
 
 def test_settings_of_generation_that_no_spec_holds_are_left_out(tmp_path):

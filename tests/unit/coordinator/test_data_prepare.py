@@ -22,7 +22,7 @@ from coordinator.authoring.data_check import spelled_warning
 from coordinator.authoring.documents import SEGMENT, find_sources, read_documents
 from coordinator.authoring.errors import DataInputError, RunChangedError
 from coordinator.authoring.prepare import load_prepared, prepare
-from coordinator.authoring.tokens import SpelledToken
+from coordinator.authoring.tokens import SpelledToken, load
 from protocol.merkle import CHUNK, blob_digest, blob_leaves
 
 TEXTS = [f"Document {i}: the quick brown fox jumps over {i * i} lazy dogs.\nIt was été, naïve." for i in range(30)]
@@ -175,6 +175,15 @@ def test_a_given_tokenizer_is_taken_byte_for_byte_and_its_end_of_text_found(tmp_
     (tmp_path / "unclear.json").write_text(json.dumps(unclear))
     with pytest.raises(DataInputError, match="not clear which token ends a document"):
         prepare([str(path)], tmp_path / "four", tokenizer=tmp_path / "unclear.json")
+    # As Gemma's: a tag of HTML has a usual name, and the tokenizer_config.json says what ends a text.
+    tag = json.loads(tokenizer.read_text())
+    tag["model"]["vocab"]["</s>"] = 301
+    tag["added_tokens"].append({**tag["added_tokens"][0], "id": 301, "content": "</s>", "special": False})
+    tag["added_tokens"].append({**tag["added_tokens"][0], "id": 302, "content": "[EOS]"})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tag))
+    assert load(tmp_path / "tokenizer.json", None).end == "<|endoftext|>"
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "[EOS]"}')
+    assert load(tmp_path / "tokenizer.json", None).end == "[EOS]"
 
 
 def test_text_that_looks_like_the_end_of_text_is_text(tmp_path):
