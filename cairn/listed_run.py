@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -182,11 +183,19 @@ def memory(spec: RunSpec, device_type: str = "cuda") -> int:
         with quiet_imports():
             from protocol.adapter import held_bytes
             from protocol.model import layers_of
-        if layers_of(spec.model.config) > MOST_LAYERS:
+        # Before the packages see it: configs of some models write a list with an entry for each layer.
+        if most_layers(spec.model.config) > MOST_LAYERS or layers_of(spec.model.config) > MOST_LAYERS:
             raise SpecError(f"its base has more than {MOST_LAYERS} layers")
         frozen = held_bytes(spec.model.config, adapter, device_type)
     where = {"on_cpu": device_type == "cpu"}
     return training_memory(spec.model.layout, spec.model.config, spec.inner, spec.data.window, frozen, **where)
+
+
+def most_layers(config: Mapping[str, Any]) -> float:
+    """Return the largest number that a config gives as one of layers, in whatever field."""
+    own = (v for k, v in config.items() if "layer" in k and isinstance(v, int | float))
+    inner = (most_layers(v) for v in config.values() if isinstance(v, Mapping))
+    return max([*own, *inner], default=0)
 
 
 def packages(adapter: AdapterSettings | None) -> list[str]:

@@ -230,7 +230,7 @@ def show(found: Mapping[str, Any]) -> str:
 def searched(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a sentence about hivemind's searches for a group, which are not part of its rounds."""
     found = [
-        f"{r['says'].rpartition(' ')[2]} {r['matchmaking']:.1f} s"
+        f"{r['says'].partition(', ')[2]} {r['matchmaking']:.1f} s"
         + (f" ({again} begun again, since a peer was left out)" if (again := r.get("searches", 0)) else "")
         for r in rows if r["matchmaking"] is not None
     ]  # fmt: skip

@@ -16,7 +16,7 @@ VOCABULARY = 32_768
 @click.option("--out", required=True, type=FOLDER, help="Folder for the shards.")
 @click.option("--vocab", type=click.IntRange(257, 2**20), help=f"Size of a new vocabulary.  [default: {VOCABULARY}]")
 @click.option("--tokenizer", type=FILE, help="Use this tokenizer.json.")
-@click.option("--end-of-text", help="Its token that ends a document.  [default: its eos_token]")
+@click.option("--end-of-text", help="Its token that ends a document.  [default: eos_token of its config]")
 @click.option("--field", default="text", show_default=True, help="The text's field in JSONL and column in Parquet.")
 @click.option(
     "--shard-tokens", type=click.IntRange(1024, 2**31), default=2**26, show_default=True, help="Tokens a shard."

@@ -96,7 +96,7 @@ def plan(
     for line in lines(made, str(model or ""), assumed=model is None and parameters is None):
         click.echo(line)
     if read is not None and read.adapter is not None:
-        inner = InnerSpec(optimizer=str(made.inner.value), batch=made.inputs.windows)
+        inner = InnerSpec.model_validate({"optimizer": made.inner.value, "batch": made.inputs.windows})
         config = plain_config({"vocab_size": read.vocabulary} | read.table)
         click.echo(dtypes_line(read.adapter, config, training_memory(read.layout, config, inner, window)))
     if out:

@@ -34,7 +34,7 @@ MAX_SETTING = 1_000_000
 FIXED_DAY = datetime(2024, 7, 26)
 """The day that a template gets as today: the one that Llama's own template has by default."""
 
-ASSISTANT, TOOL = "assistant", "tool"
+ASSISTANT, TOOLS = "assistant", ("tool", "ipython")
 _OPEN, _CLOSE, _PROBE = "\ufdd0", "\ufdd1", "\ufdd2"
 """Marks around the text that a template calls generated: code points that are no characters, and are removed again."""
 
@@ -89,10 +89,9 @@ class ChatTemplate:
         """
         answers = [i for i, m in enumerate(messages) if i >= given and m["role"] == ASSISTANT]
         trained = [i for i, m in enumerate(messages) if i >= given and m["role"] in train_on]
-        only_given = any(m["role"] == ASSISTANT for m in messages[:given])
-        marks = self._marks and list(train_on) == [ASSISTANT] and not only_given
+        marks = self._marks and list(train_on) == [ASSISTANT]
         try:
-            whole = self._trained(messages, tools, trained, where, marks=marks)
+            whole = self._trained(messages, tools, trained, where, given, marks=marks)
         except _DiffersError:
             if marks or trained != answers or not answers:
                 raise
@@ -100,11 +99,11 @@ class ChatTemplate:
             yield whole
             return
         for i in answers:
-            yield self._trained(messages[: i + 1], tools, [i], where)
+            yield self._trained(messages[: i + 1], tools, [i], where, given)
 
     def _trained(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], trained: Sequence[int], where: str, *,
-        marks: bool = False,
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], trained: Sequence[int], where: str,
+        given: int, *, marks: bool = False,
     ) -> tuple[str, list[TrainedSpan]]:  # fmt: skip
         """Return the text of messages, and the spans of those that are trained, by their places.
 
@@ -116,7 +115,7 @@ class ChatTemplate:
             said = [("the text", (message.get("content") or "").strip())]
             said += [(f"the call of {name!r}", name) for name in _called(message)]
             for what, there in said:
-                as_json = message["role"] == TOOL and i not in trained and _quoted(there) in text  # as Llama 3 has it
+                as_json = message["role"] in TOOLS and i not in trained and _quoted(there) in text  # as Llama 3 has it
                 if must_stay and not as_json and there not in text:
                     raise _DiffersError(
                         f"{where}: the chat template leaves out or changes {what} of message {i + 1} "
@@ -126,10 +125,11 @@ class ChatTemplate:
                 if i in trained and arguments not in text and _quoted(arguments) in text:
                     raise DataInputError(
                         f"{where}: message {i + 1} calls a tool with arguments that are text, which the chat template "
-                        f"would write as text in quotes: write them as an object ({self.name})"
+                        f"would write as text in quotes: write them as an object, or correct {self.name}"
                     )
         if marks:
-            return text, marked
+            of_prompt = len(self._render(messages[:given], tools, where)[1]) if given else 0
+            return text, marked[of_prompt:]
         spans: list[TrainedSpan] = []
         for i in trained:
             message = messages[i]

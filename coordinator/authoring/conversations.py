@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -82,7 +83,8 @@ class MarkedDocument:
 class Counts:
     """The fate of documents that were longer than a window, and the tokens that end answers.
 
-    `rows`: rows and text files so far. `at_answers`: conversations of which each answer became a document.
+    `rows`: rows and text files so far. `at_answers`: conversations of which each answer became a document. `spelled`:
+    conversations whose messages spell out a special token, by its text.
     """
 
     rows: int = 0
@@ -91,6 +93,7 @@ class Counts:
     split: int = 0
     at_answers: int = 0
     ends: set[int] = field(default_factory=set)
+    spelled: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
@@ -118,8 +121,9 @@ class ConversationReader:
         for row in read_rows(source, [MESSAGES, PROMPT, COMPLETION, TOOLS, self.field]):
             found = messages_of(row.fields, row.where)
             if found is None:
-                if not (MESSAGES in row.fields or self.field in row.fields):
-                    there = ", ".join(map(repr, list(row.fields)[:10])) or "nothing"
+                if self.field not in row.fields:
+                    nulls = {k: ", which is null" for k, value in row.fields.items() if value is None}
+                    there = ", ".join(f"{k!r}{nulls.get(k, '')}" for k in list(row.fields)[:10]) or "nothing"
                     raise DataInputError(
                         f"{row.where}: neither {MESSAGES!r}, nor {PROMPT!r} and {COMPLETION!r}, nor {self.field!r}: "
                         f"there is {there}: rename a field, or name that of plain text (data.field)"
@@ -158,6 +162,8 @@ class ConversationReader:
                     f"one of {', '.join(ROLES)}"
                 )
         self.counts.rows += 1
+        said = (message.get("content") or "" for message in messages)
+        self.counts.spelled.update(set().union(*map(self.run.special_in, said)))
         documents = template.rendered(messages, tools, self.table.train_on, where, given)
         for number, (text, spans) in enumerate(documents, 1):
             if not any(span.start < span.end for span in spans):
@@ -176,6 +182,10 @@ class ConversationReader:
             special = np.isin(tokens, list(self.run.special_ids))
             for span in rendered.spans:
                 inside = (starts >= span.start) & (ends <= span.end) & (ends > starts)
+                for i in np.flatnonzero((starts < span.start) & (ends > span.start) & (ends <= span.end)):
+                    # A word's token may begin with a space that the template wrote.
+                    before, own = rendered.text[starts[i] : span.start], rendered.text[span.start : ends[i]]
+                    inside[i] = not before.strip() and bool(own.strip())
                 if span.is_answer:
                     closing = np.flatnonzero(inside & special & (starts >= span.said))
                     if not len(closing):

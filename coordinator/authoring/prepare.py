@@ -74,18 +74,26 @@ class ConversationData(Section):
     at_answers: int = 0
     """Conversations of which each answer became a document."""
 
+    spelled: tokens.SpelledToken | None = None
+    """The special token that most conversations spell out in their messages."""
+
     chat: ChatSpec | None
 
     @property
     def fates(self) -> str:
-        """The fates of conversations that did not stay whole, for a person."""
-        long = f"longer than a window: {self.dropped:,} left out, {self.cut:,} cut, {self.split:,} split"
-        if not self.at_answers:
-            return long
-        return (
-            f"{long}; {self.at_answers:,} conversations were split at their answers, since the chat template writes "
-            "earlier answers differently"
-        )
+        """The fates of conversations that did not stay whole or spell special tokens, for a person."""
+        told = f"longer than a window: {self.dropped:,} left out, {self.cut:,} cut, {self.split:,} split"
+        if self.at_answers:
+            told += (
+                f"; {self.at_answers:,} conversations were split at their answers, since the chat template writes "
+                "earlier answers differently"
+            )
+        if (found := self.spelled) is not None:
+            told += (
+                f"; messages of {found.documents:,} conversations spell out {found.text!r}, which became that special "
+                "token: take it out unless it is meant"
+            )
+        return told
 
 
 class DataSplit(Section):
@@ -194,6 +202,11 @@ def prepare(
             )
         seen |= paths
     given = tokens.load(tokenizer, end_of_text) if tokenizer else None
+    if given and tokenizer and end_of_text is None and not replace and (out / MANIFEST).exists():
+        # A folder keeps the token that an earlier version found.
+        before = load_prepared(out).manifest
+        if before.settings.tokenizer == str(blob_digest(given.file)) and before.end_of_text != given.end:
+            given = tokens.load(tokenizer, before.end_of_text)
     template = None
     if conversations is not None:
         if window is None or shard_tokens <= window:
@@ -414,8 +427,8 @@ class _MarkedWriter:
                 self._add(piece, split, report)
             if self.counts.dropped and not sum(self.documents):
                 raise DataInputError(
-                    f"all {self.counts.dropped:,} conversations are longer than a window of {self.window:,} tokens, or "
-                    'have no answer within it: take a larger window, or data.conversations.long = "split"'
+                    f"nothing of {self.counts.dropped:,} conversations or answers fits into a window of "
+                    f'{self.window:,} tokens: take a larger window, or data.conversations.long = "split"'
                 )
             check_held_out(every, sum(self.documents))
             for piece in self.reader.documents(held_out):
@@ -439,6 +452,7 @@ class _MarkedWriter:
             cut=c.cut,
             split=c.split,
             at_answers=c.at_answers,
+            spelled=tokens.most_of(c.spelled, self.run.end),
             chat=chat,
         )
         report(

@@ -68,20 +68,20 @@ class RunTokenizer:
         """Yield the segments, and count documents in `spelled`."""
         found: set[str] = set()
         for segment in segments:
-            text = segment.text
-            found.update(t for opening, texts in self._openings.items() if opening in text for t in texts if t in text)
+            found.update(self.special_in(segment.text))
             if segment.last:
                 self.spelled.update(found)
                 found.clear()
             yield segment
 
+    def special_in(self, text: str) -> set[str]:
+        """Return the special tokens that a text spells out."""
+        return {t for opening, texts in self._openings.items() if opening in text for t in texts if t in text}
+
     @property
     def most_spelled(self) -> SpelledToken | None:
         """The special token that most documents spell out."""
-        if not self.spelled:
-            return None
-        text = max(self.spelled, key=lambda t: (self.spelled[t], t != self.end, t))
-        return SpelledToken(text=text, documents=self.spelled[text])
+        return most_of(self.spelled, self.end)
 
     @cached_property
     def _openings(self) -> dict[str, list[str]]:
@@ -126,6 +126,12 @@ class RunTokenizer:
         for segment, encoding in zip(batch, encodings, strict=True):
             ids = [*encoding.ids, self.end_id] if segment.last else encoding.ids
             yield np.array(ids, dtype=np.uint32), segment.last
+
+
+def most_of(spelled: Counter[str], end: str) -> SpelledToken | None:
+    """Return the special token that most documents spell out, and of equals another than `end`; None without one."""
+    text = max(spelled, key=lambda t: (spelled[t], t != end, t), default=None)
+    return None if text is None else SpelledToken(text=text, documents=spelled[text])
 
 
 def train(segments: Iterable[TextSegment], vocabulary: int) -> RunTokenizer:

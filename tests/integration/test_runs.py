@@ -117,6 +117,9 @@ def test_a_run_that_trains_an_adapter_tells_of_its_base(tmp_path, monkeypatch):
     assert layers_of({"model_type": "gpt2", "n_layer": 9999}) == 9999
     for fields, why in (
         ({"num_hidden_layers": 257}, "its base has more than 256 layers"),
+        ({"model_type": "qwen3", "num_hidden_layers": 10**12}, "its base has more than 256 layers"),
+        ({"model_type": "bart", "decoder_layers": 10**12}, "its base has more than 256 layers"),
+        ({"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**12}}, "its base has more than 256 layers"),
         ({"num_hidden_layers": "x"}, "model: "),
         ({"num_hidden_layers": None}, "model: "),
     ):

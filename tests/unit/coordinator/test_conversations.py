@@ -194,6 +194,14 @@ TOOLS = """
 """.strip()
 
 
+def test_a_special_token_that_a_message_spells_out_is_told(tmp_path):
+    rows = [chat("q", "a"), chat(f"say {TURN_END}", f"no {TURN} and {TURN_END}"), chat(TURN_END, "b")]
+    marked = made(tmp_path, rows).manifest.conversations
+    assert marked is not None and "messages of 2 conversations spell out '<|im_end|>', which became" in marked.fates
+    plain = made(tmp_path, [chat("q", "a <| b")], "plain").manifest.conversations
+    assert plain is not None and "spell" not in plain.fates
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_a_tool_call_is_trained_as_the_template_writes_it_and_its_answer_is_not(tmp_path, kind):
     calls = [{"function": {"name": name, "arguments": {key: value}}} for name, key, value in
@@ -284,6 +292,16 @@ def test_spaces_are_trained_though_a_tokenizer_trims_its_offsets(tmp_path):
     answer = "fox\n        dog  \n\n  lazy"
     ((_, learnt),) = documents_of(made(tmp_path, [chat("q", answer)]))
     assert learnt == f"{answer}<|im_end|>"
+
+
+def test_a_word_after_a_space_of_the_template_is_trained(tmp_path):
+    said = "{{ m.content }}{{ eos_token }}"
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}A: {% generation %}" + said + "{% endgeneration %}"
+        "{% else %}Q: {{ m.content }}{% endif %}{% endfor %}"
+    )
+    ((whole, learnt),) = documents_of(made(tmp_path, [chat("who", "fox")], template=template))
+    assert whole == f"Q: whoA: fox{END}" and learnt.lstrip() == f"fox{END}"
 
 
 def test_plain_text_lies_beside_conversations_and_is_trained_whole(tmp_path):
@@ -381,7 +399,12 @@ def test_a_conversation_longer_than_a_window_is_treated_as_the_owner_says(tmp_pa
         made(tmp_path, rows)
     prepared = made(tmp_path, rows, table={"long": long})
     documents = [d for d in documents_of(prepared) if "short" not in d[0]]
-    assert len(documents) >= kept if long == "split" else len(documents) == kept
+    learnt = "".join(said for _, said in documents)
+    if long == "split":  # a piece's first token is not trained; all else of the answers is
+        least = {"a": 50 - len(documents), "b": 50 - len(documents), "c": 5}
+        assert len(documents) >= kept and all(learnt.count(letter) >= n for letter, n in least.items())
+    else:
+        assert len(documents) == kept and "c" not in learnt
     assert getattr(prepared.manifest.conversations, counted) == 1
 
 
@@ -424,6 +447,7 @@ GOOD = chat("q", "a")
         ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "line 2: message 1: its content is a list"),
         ({"messages": [{"role": "gpt", "content": "x"}]}, "line 2: message 1 has the role 'gpt', which .* not name"),
         ({"messages": [USER]}, "line 2: nothing to train on: it has no message of assistant: remove it, or"),
+        ({"messages": None}, "line 2: neither 'messages', nor .*: there is 'messages', which is null: rename"),
         ({"conversations": [{"from": "human"}]}, "line 2: neither 'messages', nor .*: there is 'conversations'"),
         ({"prompt": "x", "completion": [USER]}, "line 2: 'prompt' and 'completion': write two texts, or two lists"),
         (GOOD | {"tools": "x"}, "line 2: 'tools' holds text: write a list"),
@@ -509,7 +533,7 @@ def test_a_mix_of_documents_that_are_trained_or_held_out_already_is_refused(tmp_
 
 
 def test_conversations_that_are_all_too_long_are_named_with_what_to_do(tmp_path):
-    with pytest.raises(DataInputError, match="all 3 conversations are longer than a window of 64 tokens"):
+    with pytest.raises(DataInputError, match="nothing of 3 conversations or answers fits into a window of 64"):
         made(tmp_path, [chat("q", "dog " * 99)] * 3, table={"long": "drop"}, validation_every=2)
 
 

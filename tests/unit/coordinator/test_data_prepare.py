@@ -184,6 +184,24 @@ def test_a_given_tokenizer_is_taken_byte_for_byte_and_its_end_of_text_found(tmp_
     assert load(tmp_path / "tokenizer.json", None).end == "<|endoftext|>"
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "[EOS]"}')
     assert load(tmp_path / "tokenizer.json", None).end == "[EOS]"
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(DataInputError, match=r"tokenizer_config\.json: cannot be read"):
+        load(tmp_path / "tokenizer.json", None)
+    assert load(tmp_path / "tokenizer.json", "[EOS]").end == "[EOS]"
+
+
+def test_a_folder_that_an_earlier_version_prepared_keeps_its_end_of_text(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl")
+    tokenizer = prepare([str(path)], tmp_path / "one", vocabulary=300).folder / "tokenizer.json"
+    with_end = json.loads(tokenizer.read_text())
+    with_end["added_tokens"].append({**with_end["added_tokens"][0], "id": 301, "content": "[EOS]"})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(with_end))
+    made = prepare([str(path)], tmp_path / "two", tokenizer=tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "[EOS]"}')
+    again = prepare([str(path)], tmp_path / "two", tokenizer=tmp_path / "tokenizer.json")
+    assert again.manifest == made.manifest and made.manifest.end_of_text == "<|endoftext|>"
+    new = prepare([str(path)], tmp_path / "three", tokenizer=tmp_path / "tokenizer.json")
+    assert new.manifest.end_of_text == "[EOS]"
 
 
 def test_text_that_looks_like_the_end_of_text_is_text(tmp_path):

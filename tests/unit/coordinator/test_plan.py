@@ -437,6 +437,10 @@ def test_a_plan_of_an_adapter_counts_its_frozen_base_and_is_written_with_it(tmp_
         f"on a frozen base of {model.frozen:,}" in said and f"({byte_size(model.frozen_bytes)} the frozen base" in said
     )
     assert "fsdp divides both among a peer's GPUs" in said
+    printed = CliRunner().invoke(main, ["run", "plan", "--model", str(path)]).output
+    assert re.search(r"^cards: .* needs about \S+ [kMG]?B with bfloat16, \S+ [kMG]?B with int8, ", printed, re.M), (
+        printed
+    )
     weights = {"weights": 'weights = "base"'}
     path.write_text(fill(p, model.table, model.vocabulary, "A note.", weights, model.adapter))
     run_file = load_run(path)

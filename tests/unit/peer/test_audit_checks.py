@@ -236,6 +236,15 @@ def test_an_update_that_passes_clearly_at_a_first_look_is_measured_on_half_of_th
     assert run.measured == [n for n in measured for _ in ("before", "after")]
 
 
+@pytest.mark.parametrize(("claimed", "own"), [(400, 64), (20, 20)])
+def test_an_auditors_own_update_of_as_many_windows_as_are_compared_counts(claimed, own):
+    update = ClaimedUpdate(PeerKey(b"a" * 32), 0, 0, claimed, Path())
+    mine = ClaimedUpdate(PeerKey(b"b" * 32), 0, 0, own, Path())
+    run: Any = Gaining(update)
+    found = LossCheck(run, b"seed", run, run).scores(update, b"0", (mine, b"0"))
+    assert [s.threshold for s in found] != [GAIN, QUARTER]
+
+
 @pytest.mark.parametrize("windows", [4, 63])
 def test_an_auditors_own_update_of_too_few_windows_excuses_no_other(windows):
     update = ClaimedUpdate(PeerKey(b"a" * 32), 0, 0, 400, Path())
