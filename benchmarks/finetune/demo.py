@@ -192,7 +192,8 @@ def _loss(model: Any, tokenizer: Any, rows: list[list[dict[str, str]]]) -> float
     with torch.inference_mode():
         for messages in rows:
             asked = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, return_dict=True)
-            ids = tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
+            whole = {"truncation": True, "max_length": SIZE.window + 1}  # else it warns of those that are left out
+            ids = tokenizer.apply_chat_template(messages, return_dict=True, **whole)["input_ids"]
             first = len(asked["input_ids"])
             if len(ids) > SIZE.window:
                 continue
