@@ -258,6 +258,18 @@ def beside_hivemind(rows: Sequence[Mapping[str, Any]]) -> str:
     return report.table(columns, cells)
 
 
+def transports(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table of signs by QUIC beside the same swarm by TCP alone, with UDP blocked."""
+    by_tcp = {key(r)[1:]: r for r in rows if r["name"] == "sign-no-udp"}
+    cells = []
+    for quic in (r for r in rows if r["name"] == "sign" and key(r)[1:] in by_tcp):
+        tcp = by_tcp[key(quic)[1:]]
+        cells.append(
+            [quic["peers"], quic["tcp"], *(f"{r[k]:.1f}" for k in ("exchange", "applied") for r in (quic, tcp))]
+        )
+    return report.table(["peers", "TCP with", "exchange s: QUIC", "TCP", "applied s: QUIC", "TCP"], cells)
+
+
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the rounds, seconds, MB and CPU seconds of each row."""
     columns = ["", "rounds", "MB each", "floor s", "first s", "exchange s", "/ floor", "certified s", "applied s",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.exchange_wan import judging
-from benchmarks.exchange_wan.__main__ import beside_hivemind, goals, number, show
+from benchmarks.exchange_wan.__main__ import beside_hivemind, goals, number, show, transports
 from benchmarks.exchange_wan.job import Diary, Job, publish, read_diary
 from benchmarks.exchange_wan.run_spec import furnish, spec_of, write_genesis
 from benchmarks.exchange_wan.setting import SYSTEMS, Setting
@@ -173,6 +173,12 @@ def test_each_codec_stands_beside_hivemind_in_the_same_swarm_and_losing_is_shown
     lines = beside_hivemind(rows).splitlines()[2:]
     assert len(lines) == 1 and "int8" in lines[0]
     assert [cell.strip() for cell in lines[0].split("|")[-3:-1]] == ["0.50", "right"]
+
+
+def test_signs_by_quic_stand_beside_the_same_swarm_by_tcp():
+    quic, tcp = _row("sign", exchange=2.0, applied=4.0), _row("sign-no-udp", exchange=1.0, applied=3.0)
+    (line,) = transports([quic, _row("sign", peers=8), tcp]).splitlines()[2:]
+    assert [cell.strip() for cell in line.split("|")[3:-1]] == ["2.0", "1.0", "4.0", "3.0"]
 
 
 def test_a_table_shows_who_was_wrong_and_what_a_death_did():
