@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
+import urllib.request
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -107,7 +108,7 @@ def _demo(folder: Path, processes: list[Process]) -> int:
     peers = {name: _join(name, invite, folder) for name in PEERS}
     processes += peers.values()
     say(f"peers: {', '.join(PEERS)} join with cairn peer join INVITE")
-    _watch(peers, coordinator, invite, say)
+    _watch(peers, coordinator, page, say)
     adapter = folder / "adapter"
     _cairn("export", str(home), str(adapter))
     say(f"adapter: cairn export {home} {adapter}")
@@ -119,7 +120,7 @@ def _join(name: str, invite: str, folder: Path) -> Process:
     return Process(name, ["peer", "join", invite, *options, "--listen", "/ip4/127.0.0.1/tcp/0", "--plain"], folder)
 
 
-def _watch(peers: Mapping[str, Process], coordinator: Process, invite: str, say) -> None:
+def _watch(peers: Mapping[str, Process], coordinator: Process, page: str, say) -> None:
     """Wait for the end of the run; kill one peer on the way. Raises CairnError."""
     end, killed, told = time.monotonic() + SECONDS, False, -1
     while any(p.running for name, p in peers.items() if name != KILLED):
@@ -128,25 +129,37 @@ def _watch(peers: Mapping[str, Process], coordinator: Process, invite: str, say)
                 raise CairnError(f"{p.name} ended with code {p.code}:\n{p.last_words()}")
         if time.monotonic() > end:
             raise CairnError(f"the run did not end within {SECONDS:.0f} s: see the logs of the peers")
-        status = json.loads(_cairn("status", invite, "--json", check=False) or "{}")
+        status = _status(page)
         if status and status["round"] != told:
             told = status["round"]
             loss = f", loss {status['loss']:.3f}" if status.get("loss") else ""
             say(f"round {told}: {status['tokens']:,} trained tokens of {TOTAL_TOKENS:,}{loss}")
-        if not killed and status and status["tokens"] >= KILL_AT * TOTAL_TOKENS:
+        if not killed and status and KILL_AT * TOTAL_TOKENS <= status["tokens"] < TOTAL_TOKENS:
             peers[KILLED].kill()
             killed = True
             say(f"{KILLED} is killed with SIGKILL; the others go on")
-        time.sleep(1.0)
+        time.sleep(0.5)
     if not killed:
         raise CairnError(f"the run was over before {KILLED} could be killed")
 
 
-def _cairn(*arguments: str, check: bool = True) -> str:
+def _status(page: str) -> dict[str, Any]:
+    """Return what the coordinator's page tells of the run; nothing while it is too busy to answer.
+
+    A `cairn status` takes many seconds to start beside the peers, in which half of the run goes by.
+    """
+    try:
+        with urllib.request.urlopen(page.rstrip("/") + "/api/status", timeout=10) as reply:
+            return json.loads(reply.read(1_000_000))
+    except (OSError, ValueError):
+        return {}
+
+
+def _cairn(*arguments: str) -> str:
     done = subprocess.run([sys.executable, "-m", "cairn", *arguments], capture_output=True, text=True, timeout=SECONDS)
-    if check and done.returncode:
+    if done.returncode:
         raise CairnError(f"cairn {arguments[0]}: {done.stderr or done.stdout}")
-    return done.stdout if done.returncode == 0 else ""
+    return done.stdout
 
 
 def _judge(base: Path, adapter: Path, held_out: Path, say) -> int:
