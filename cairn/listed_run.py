@@ -187,8 +187,8 @@ def memory(spec: RunSpec, device_type: str = "cuda") -> int:
         if most_layers(spec.model.config) > MOST_LAYERS or layers_of(spec.model.config) > MOST_LAYERS:
             raise SpecError(f"its base has more than {MOST_LAYERS} layers")
         frozen = held_bytes(spec.model.config, adapter, device_type)
-    where = {"on_cpu": device_type == "cpu"}
-    return training_memory(spec.model.layout, spec.model.config, spec.inner, spec.data.window, frozen, **where)
+    model, on_cpu = spec.model, device_type == "cpu"
+    return training_memory(model.layout, model.config, spec.inner, spec.data.window, frozen, on_cpu=on_cpu)
 
 
 def most_layers(config: Mapping[str, Any]) -> float:

@@ -34,7 +34,7 @@ MAX_SETTING = 1_000_000
 FIXED_DAY = datetime(2024, 7, 26)
 """The day that a template gets as today: the one that Llama's own template has by default."""
 
-ASSISTANT, TOOLS = "assistant", ("tool", "ipython")
+ASSISTANT, TOOL_ROLES = "assistant", ("tool", "ipython")
 _OPEN, _CLOSE, _PROBE = "\ufdd0", "\ufdd1", "\ufdd2"
 """Marks around the text that a template calls generated: code points that are no characters, and are removed again."""
 
@@ -115,7 +115,9 @@ class ChatTemplate:
             said = [("the text", (message.get("content") or "").strip())]
             said += [(f"the call of {name!r}", name) for name in _called(message)]
             for what, there in said:
-                as_json = message["role"] in TOOLS and i not in trained and _quoted(there) in text  # as Llama 3 has it
+                as_json = (
+                    message["role"] in TOOL_ROLES and i not in trained and _quoted(there) in text
+                )  # as Llama 3 has it
                 if must_stay and not as_json and there not in text:
                     raise _DiffersError(
                         f"{where}: the chat template leaves out or changes {what} of message {i + 1} "

@@ -11,7 +11,9 @@ import pytest
 
 from tests.wan import why_not
 
-pytestmark = [pytest.mark.long, pytest.mark.skipif(bool(why_not(nat=True)), reason=why_not(nat=True))]
+WHY_NOT = why_not(nat=True)
+
+pytestmark = [pytest.mark.long, pytest.mark.skipif(bool(WHY_NOT), reason=f"no emulated internet here: {WHY_NOT}")]
 
 
 def test_rounds_over_an_emulated_wan_end_with_one_state(tmp_path: Path):
