@@ -3,13 +3,13 @@
 Each peer is a process on a host of its own with a Swarm and a Store; no rounds and no training. The floor: every byte
 leaves the donors once and enters each fetcher once, at the lines' rates, and two round trips. Plain TCP: one socket
 from each fetcher to each donor, on the same hosts right after; donors share the bytes, but each fetcher gets all of
-them. Needs root (see tests/wan).
+them. Needs root (see tests/wan), and nftables for the cases -no-udp.
 
 JSON keys:
   command, commit, date, machine, seeds: see benchmarks.report
   rows: a list, each with
     name, size (bytes), donors, fetchers, donor_mbit, fetcher_mbit, rtt_ms, loss, tcp (congestion control, "": the
-      machine's): the case
+      machine's), udp (false: dropped, so that peers have TCP alone): the case
     seconds: until the last fetcher had it; all_seconds: each one's; floor, plain: likewise; ratio: seconds to floor
     copies: bytes that the donors sent, in blobs; came: bytes that reached the fetcher that got most, in blobs
     rss_mb, daemon_rss_mb: highest resident memory of a fetcher's process and of its libp2p's meanwhile;
@@ -135,6 +135,8 @@ def by_plain_tcp(case: Case, wan: Wan, folder: Path) -> float:
 def measured(case: Case) -> dict[str, Any]:
     """One row. Raises BenchError, WanError."""
     with world(case) as (wan, folder):
+        for host in () if case.udp else (*case.donor_names, *case.fetcher_names):
+            wan.block_udp(host)
         found, sent = by_swarm(case, wan, folder)
         plain = by_plain_tcp(case, wan, folder) if case.kind == "time" else None
         late = wan.counters().late_ms
@@ -150,6 +152,7 @@ def show(results: Mapping[str, Any]) -> str:
     def line(r: Mapping[str, Any]) -> str:
         rates = f"{r['donor_mbit']:g}" + (f"/{r['fetcher_mbit']:g}" if r["donor_mbit"] != r["fetcher_mbit"] else "")
         extra = (f", {r['loss']:.0%} loss" if r["loss"] else "") + (f", {r['tcp']}" if r["tcp"] else "")
+        extra += "" if r["udp"] else ", by TCP"
         return f"{r['donors']} -> {r['fetchers']}, {rates} Mbit/s, {r['rtt_ms']:g} ms{extra}"
 
     times = [
@@ -187,11 +190,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = report.command_line(__doc__ or "", "transfer")
     parser.add_argument("--only", metavar="NAME,...", help="these cases: " + ", ".join(c.name for c in CASES))
     options = parser.parse_args(argv)
-    if reason := why_not():
-        raise BenchError(reason)
     cases = QUICK if options.quick else CASES
     if options.only:
         cases = [c for c in cases if c.name in options.only.split(",")]
+    if reason := why_not(nat=not all(c.udp for c in cases)):
+        raise BenchError(reason)
     results: dict[str, Any] = report.provenance("transfer", argv) | {"rows": []}
     for case in cases:
         results["rows"].append(measured(case))
@@ -204,7 +207,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def goals(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the goals of the rows that there are."""
+    """Return the goals of the rows that there are. By TCP alone has none: it is measured to be compared."""
     found = []
     for r in rows:
         if r["name"] == "author":
@@ -212,7 +215,7 @@ def goals(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if r["name"] == "join":
             share = r["floor"] / r["seconds"]
             found.append(report.goal("join: at least 80% of the downlink is used", share, share >= DOWNLINK))
-        if r["plain"] is not None:
+        if r["plain"] is not None and r["udp"]:
             ratio = r["seconds"] / r["plain"]
             found.append(report.goal(f"{r['name']}: no longer than plain TCP", ratio, ratio <= 1))
     return found

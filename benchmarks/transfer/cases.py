@@ -27,6 +27,9 @@ class Case:
     tcp: str = ""
     """The hosts' congestion control; "" is the machine's."""
 
+    udp: bool = True
+    """False: firewalls drop UDP, and peers have TCP alone."""
+
     kind: Literal["time", "memory"] = "time"
 
     @property
@@ -59,8 +62,14 @@ CASES = (
     Case("far-fat", 128 * MB, donor_mbit=500, fetcher_mbit=500, rtt_ms=200),
     Case("lossy", 32 * MB, rtt_ms=50, loss=0.01),
     Case("lossy-cubic", 8 * MB, rtt_ms=50, loss=0.01, tcp="cubic"),
+    Case("far-no-udp", 64 * MB, rtt_ms=200, udp=False),
+    Case("far-fat-no-udp", 128 * MB, donor_mbit=500, fetcher_mbit=500, rtt_ms=200, udp=False),
+    Case("lossy-no-udp", 32 * MB, rtt_ms=50, loss=0.01, udp=False),
+    Case("lossy-cubic-no-udp", 8 * MB, rtt_ms=50, loss=0.01, tcp="cubic", udp=False),
     Case("author", 16 * MB, donor_mbit=20, fetchers=7),
+    Case("author-no-udp", 16 * MB, donor_mbit=20, fetchers=7, udp=False),
     Case("join", 64 * MB, donors=6, donor_mbit=20),
+    Case("join-no-udp", 64 * MB, donors=6, donor_mbit=20, udp=False),
     Case("memory-100", 100 * MB, donor_mbit=1000, fetcher_mbit=1000, rtt_ms=5, kind="memory"),
     Case("memory-1000", 1000 * MB, donor_mbit=1000, fetcher_mbit=1000, rtt_ms=5, kind="memory"),
 )
@@ -84,6 +93,7 @@ def judged(case: Case, found: Sequence[dict[str, Any]], sent: dict[str, float], 
         "rtt_ms": case.rtt_ms,
         "loss": case.loss,
         "tcp": case.tcp,
+        "udp": case.udp,
         "seconds": seconds,
         "all_seconds": [f["seconds"] for f in found],
         "floor": case.floor,

@@ -41,10 +41,11 @@ def test_a_row_is_of_the_last_fetcher_and_counts_what_donors_sent():
 
 
 def test_goals_are_of_the_cases_that_were_played():
-    author = {"name": "author", "copies": 1.3, "seconds": 7.0, "floor": 6.0, "plain": 48.0}
-    join = {"name": "join", "copies": 1.0, "seconds": 7.0, "floor": 6.0, "plain": 6.5}
+    author = {"name": "author", "copies": 1.3, "seconds": 7.0, "floor": 6.0, "plain": 48.0, "udp": True}
+    join = {"name": "join", "copies": 1.0, "seconds": 7.0, "floor": 6.0, "plain": 6.5, "udp": True}
     assert [g["met"] for g in goals([author, join])] == [False, True, True, False]
     assert goals([{**author, "name": "far", "plain": None}]) == []
+    assert goals([{**join, "name": "join-no-udp", "udp": False}]) == []
 
 
 @pytest.mark.parametrize("case", [*CASES, *QUICK], ids=lambda c: c.name)
