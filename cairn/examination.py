@@ -99,7 +99,7 @@ async def examine(machine: Examined, via: Sequence[str], progress: Progress = la
                 download = await measure_download(page, status.checkpoint_round)
     except CairnError as e:
         name = "clock" if isinstance(e, WrongClock) else "run"
-        return Report(RunId(machine.invite.run), (versions, DoctorFinding(name, "no", str(e))))
+        return Report(machine.invite.run, (versions, DoctorFinding(name, "no", str(e))))
     spec, place = info.spec, machine.invite.coordinators[0]
     own = await asyncio.to_thread(own_address, place.host, place.port)
     space = disk_space(run_folder(machine.home, spec.run_id) / "store")

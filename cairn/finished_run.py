@@ -18,10 +18,10 @@ from coordinator.checkpoints.copies import file_reader
 from coordinator.checkpoints.verification import ReadFile, VerificationError, verify_checkpoint
 from peer.coordinator_client import RunInfo
 from peer.store import Store
-from peer.units import byte_size
 from protocol.errors import CairnError
 from protocol.ids import Digest, RunId
 from protocol.state import state_layout
+from protocol.units import byte_size
 
 RESERVE = 10**9
 """Bytes of the disk that a copy leaves free."""

@@ -16,10 +16,10 @@ from coordinator.checkpoints.settings import ArchiveTable
 from coordinator.tasks import wait_at_most
 from peer.node.node import Node
 from peer.store import StoreError
-from peer.units import byte_size
 from protocol.errors import CairnError
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Certificate
+from protocol.units import byte_size
 
 log = logging.getLogger("cairn.observer")
 

@@ -16,7 +16,6 @@ from cairn.number_format import bar, percent
 from cairn.peer_screen import page_address
 from coordinator.authoring.memory import eight_bit_saving, training_memory
 from peer.fetched_data import data_bytes
-from peer.units import byte_size, count
 from protocol.data_address import public_url
 from protocol.errors import CairnError, MalformedError, SpecError
 from protocol.ids import RunId
@@ -24,6 +23,7 @@ from protocol.invite import HostPort
 from protocol.quiet_imports import quiet_imports
 from protocol.spec import AdapterSettings, RunSpec, open_spec
 from protocol.strict_json import read_json
+from protocol.units import byte_size, count
 
 if TYPE_CHECKING:
     from peer.coordinator_client import SwarmStatus

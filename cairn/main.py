@@ -26,6 +26,7 @@ from cairn.commands.generate import generate
 from cairn.commands.group import CommandGroup, add_examples
 from cairn.commands.invite import invite
 from cairn.commands.join import join
+from cairn.commands.key import key
 from cairn.commands.pause import leave, pause, resume
 from cairn.commands.prepare import prepare
 from cairn.commands.run_file import init, plan, validate
@@ -110,7 +111,7 @@ def data() -> None:
 
 for _group, _commands in (
     (main, (account, audit, auditor, checkpoint, completion, demo, export, generate, runs, status, watch)),
-    (peer, (join, doctor, pause, resume, leave, invite, upgrade)),
+    (peer, (join, doctor, key, pause, resume, leave, invite, upgrade)),
     (coordinator, (serve, test_alert)),
     (run, (validate, plan, init, *COMMANDS)),
     (data, (prepare,)),

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.text import Text
 
 from cairn.number_format import bar, percent
-from cairn.status_view import PHASE, ago
-from peer.units import byte_size, count
+from cairn.status_view import PHASE
 from protocol.ledger.credit_text import credit_text
+from protocol.units import byte_size, count, duration
 
 if TYPE_CHECKING:
     from peer.node.downloads import Download
@@ -103,7 +103,7 @@ def _run(s: Snapshot, bar_width: int) -> Iterator[Text]:
         left = s.total_tokens - s.accepted_tokens
         yield _progress(s.accepted_tokens / s.total_tokens, bar_width)
         if s.swarm_tokens_per_second > 0 and left > 0 and s.state:
-            yield Text(f"about {ago(left / s.swarm_tokens_per_second)} left")
+            yield Text(f"about {duration(left / s.swarm_tokens_per_second)} left")
     peers = s.members + 1
     yield Text(f"{peers} peer{'s' * (peers != 1)}")
 
@@ -125,7 +125,7 @@ def _now(s: Snapshot, bar_width: int) -> Iterator[Text]:
         ends += [] if s.round_seconds_left is None else [s.round_seconds_left]
         if ends:
             about = "about" if speed > 0 else "at most"  # without a speed only the limit is known
-            yield Text(f"{about} {ago(min(ends))} left" if min(ends) >= 1 else "ends now")
+            yield Text(f"{about} {duration(min(ends))} left" if min(ends) >= 1 else "ends now")
     if not s.device and s.phase != "observing":
         yield Text("the trainer is starting", style="yellow")
 
@@ -138,7 +138,7 @@ def _download(d: Download, bar_width: int) -> list[Text]:
     cells = [Text(d.what), _progress(d.held / max(1, d.size), bar_width)]
     cells.append(Text(f"{byte_size(d.held)} of {byte_size(d.size)}"))
     if d.per_second > 0:
-        left = ago((d.size - d.held) / d.per_second)
+        left = duration((d.size - d.held) / d.per_second)
         cells += [Text(f"{byte_size(d.per_second)}/s"), Text(f"about {left} left")]
     return cells
 

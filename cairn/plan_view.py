@@ -14,8 +14,8 @@ from coordinator.authoring.plan import (
     Remedies,
     RunPlan,
 )
-from peer.units import byte_size, count
 from protocol.training_memory import LEAST_BYTES, MOST_BYTES, MOST_EIGHT_BIT
+from protocol.units import byte_size, count
 
 
 def lines(p: RunPlan, model: str = "", *, assumed: bool = False) -> Iterator[str]:

@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from cairn.number_format import bar, percent, sparkline
-from peer.units import byte_size, count
 from protocol.ledger.credit_text import credit_text
+from protocol.units import byte_size, count, duration
 
 HEALTH = {
     "healthy": "bold green", "finished": "bold green", "waiting": "bold", "idle": "bold", "catching up": "bold cyan",
@@ -26,16 +26,6 @@ PHASE = {
 FEW_ROUNDS = 5
 WIDE = 100
 """Columns from which on lines and tables say more."""
-
-
-def ago(seconds: float) -> str:
-    """Return a duration for people: 75 as "75 s", 300 as "5 min"."""
-    seconds = max(0.0, seconds)
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    if seconds < 5400:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h" if seconds < 172_800 else f"{seconds / 86_400:.0f} days"
 
 
 def headline(s: Any) -> Text:
@@ -57,7 +47,7 @@ def progress(s: Any, width: int) -> Text:
     if (speed := s.tokens_per_second) > 0:
         text.append(f"  {count(speed)}/s", style="not dim")
         if s.total_tokens > s.tokens:
-            text.append(f"  about {ago((s.total_tokens - s.tokens) / speed)} left", style="not dim")
+            text.append(f"  about {duration((s.total_tokens - s.tokens) / speed)} left", style="not dim")
     head = f"  head {s.head.short}" if width >= WIDE else ""
     return text.append(f"  final {final}{head}", style="not dim")
 
@@ -73,7 +63,9 @@ def losses(s: Any, width: int) -> Text | None:
 def alerts(s: Any, now: float) -> list[Text]:
     """Return a line for each alert."""
     return [
-        Text("ALERT ", style="bold red").append(f"{a.name} for {ago(now - a.since)}: {a.message}", style="not bold")
+        Text("ALERT ", style="bold red").append(
+            f"{a.name} for {duration(now - a.since)}: {a.message}", style="not bold"
+        )
         for a in s.alerts
     ]
 
@@ -109,7 +101,7 @@ def peer_table(s: Any, width: int, most: int | None = None) -> RenderableType:
     for p in shown:
         quiet = p.phase in ("silent", "gone", "banned", "barred")
         timed = p.phase in ("silent", "gone") and p.seconds_since_heartbeat > 0  # 0: not known
-        state = f"{p.phase} {ago(p.seconds_since_heartbeat)}" if timed else p.phase
+        state = f"{p.phase} {duration(p.seconds_since_heartbeat)}" if timed else p.phase
         rows.append([
             p.peer.short, "-" if p.name == p.peer.short else p.name, Text(state, style=PHASE.get(p.phase, "")),
             str(p.round), f"{p.loss:.3f}" if p.loss else "-", "-" if quiet else count(p.tokens_per_second),

@@ -198,7 +198,6 @@ async def _observer(
     membership = Enrollment(
         identity=Identity(secrets.token_bytes(32)),
         spec=spec,
-        decoder=MessageDecoder(spec.run_id, spec.owner_key),
         store=store,
         client=None,
         name="",

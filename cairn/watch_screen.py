@@ -9,7 +9,8 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from cairn.status_view import ago, fitted
+from cairn.status_view import fitted
+from protocol.units import duration
 
 REPEAT_SECONDS = 60.0
 """Without a terminal: seconds after which the state is logged again although it has not changed."""
@@ -36,7 +37,7 @@ class WatchScreen:
         if self.live:
             return
         if back is not None:
-            self._line(f"the coordinator answers again, after {ago(self._at - back[0])}")
+            self._line(f"the coordinator answers again, after {duration(self._at - back[0])}")
         for a in status.alerts:
             if a.name not in self._alerts:
                 self._line(f"ALERT {a.name}: {a.message}")
@@ -67,7 +68,9 @@ class WatchScreen:
         now, (width, height) = self._now(), self.console.size
         if self._silence is not None:
             since = time.strftime("%H:%M:%S", time.localtime(self._silence[0]))
-            note = Text(f"no answer since {since} ({ago(now - self._silence[0])}), trying again", style="bold yellow")
+            note = Text(
+                f"no answer since {since} ({duration(now - self._silence[0])}), trying again", style="bold yellow"
+            )
         else:
             note = Text(f"page {self._status.page}" if self._status else "asking the coordinator", style="dim")
         if self._status is None:

@@ -25,6 +25,7 @@ from protocol.message_codec import KeySigner, MessageDecoder
 from protocol.messages import CLOCK_TOLERANCE, MAX_NAME, Admission, Signed
 from protocol.proof_of_work import is_proof
 from protocol.spec import AdmissionSpec, RunSpec
+from protocol.units import duration
 from protocol.version import MAX_PROTOCOL, RELEASE, mismatch
 from protocol.wire import coordinator_pb2 as wire
 
@@ -61,7 +62,7 @@ def cost_to_attackers(policy: AdmissionSpec) -> str:
     share = f"{NEW_KEYS} a day from each IPv4 address or IPv6 /64 ({NEW_KEYS * WIDER[48]} from a /48)"
     price = "at no cost"
     if policy.work_bits:
-        price = f"for about {_seconds(TRY_SECONDS * 2**policy.work_bits)} of one core a key"
+        price = f"for about {duration(TRY_SECONDS * 2**policy.work_bits)} of one core a key"
     return {
         "open": f"open: anybody gets in {price}, with many keys: {share}",
         "invite": f"by invite: anybody who is given the code, or whom it is passed on to, gets in {price}, with many "
@@ -69,12 +70,6 @@ def cost_to_attackers(policy: AdmissionSpec) -> str:
         "allow": f"by list: only the {len(policy.allow)} keys in admission.allow get in; an attacker needs the key "
         "file of one of them, and no key can be added later",
     }[policy.mode]
-
-
-def _seconds(seconds: float) -> str:
-    """Return a time for people."""
-    unit, size = next(((u, s) for u, s in (("h", 3600), ("min", 60)) if seconds >= 2 * s), ("s", 1))
-    return f"{seconds / size:.0f} {unit}"
 
 
 def open_request(sent: bytes) -> AdmissionRequest:

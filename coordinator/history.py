@@ -114,12 +114,15 @@ def charts(points: Sequence[RoundPoint], limit: int = 600) -> Charts:
     return Charts(rounds, tokens, loss, seen_at, times, rates)
 
 
-def tokens_per_second(points: Sequence[RoundPoint], now: float, *, rounds: int = 8) -> float:
-    """Return the rate of accepted tokens over the last few rounds seen at first hand.
+RATE_ROUNDS = 8
+
+
+def tokens_per_second(points: Sequence[RoundPoint], now: float) -> float:
+    """Return the rate of accepted tokens over the last RATE_ROUNDS rounds seen at first hand.
 
     It falls when no more rounds come. `now` is unix seconds.
     """
-    seen = [p for p in points if p.seen_at is not None][-rounds - 1 :]
+    seen = [p for p in points if p.seen_at is not None][-RATE_ROUNDS - 1 :]
     if len(seen) < 2:
         return 0.0
     first, last = seen[0].seen_at or 0.0, seen[-1].seen_at or 0.0

@@ -22,6 +22,7 @@ from protocol.ids import Digest, PeerKey
 from protocol.ledger.credits import Balance, RoundCredits
 from protocol.messages import Heartbeat
 from protocol.spec import RunSpec, is_total_reached
+from protocol.units import count, duration
 
 NEWEST = 20
 MAX_ASKED = 8
@@ -243,7 +244,7 @@ class OverviewBuilder:
         if is_total_reached(spec.total_tokens, tokens):
             return (
                 "finished",
-                f"all {amount(spec.total_tokens)} tokens are trained, in {training} rounds, loss {loss:.2f}",
+                f"all {count(spec.total_tokens)} tokens are trained, in {training} rounds, loss {loss:.2f}",
             )
         if self.directives.order is not None:
             return self.directives.order
@@ -268,7 +269,7 @@ class OverviewBuilder:
         after = "" if due is None else f"; next round in {duration(due)}" if due >= 1 else "; the next round is due"
         if loss is None:
             return "healthy", f"{who} in round 0; nothing is accepted yet{after}"
-        speed = f", {amount(rate)} tokens/s" if rate else ""
+        speed = f", {count(rate)} tokens/s" if rate else ""
         return "healthy", f"{who}, round {training}, loss {loss:.2f}{speed}{after}"
 
     def _next_round(self, working: list[PeerOverview], head: Digest, now: float) -> float | None:
@@ -401,18 +402,3 @@ def next_round_seconds(
     if typical is not None and elapsed is not None:
         return max(0.0, typical.whole - elapsed)
     return None
-
-
-def amount(number: float) -> str:
-    """Return a number for people: 8123 -> "8.1k"."""
-    for top, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= top:
-            return f"{number / top:.1f}{unit}"
-    return f"{number:.0f}"
-
-
-def duration(seconds: float) -> str:
-    """Return a duration for people: 75 -> "75 s", 120 -> "2 min"."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

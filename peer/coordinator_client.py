@@ -32,7 +32,7 @@ from protocol.coordinator_address import CoordinatorAddress
 from protocol.envelope import seal
 from protocol.errors import CairnError, MalformedError
 from protocol.identity import Identity
-from protocol.ids import Digest, PeerKey, RunId, sha256
+from protocol.ids import Digest, PeerKey, sha256
 from protocol.invite import TLS_NAME, HostPort, Invite
 from protocol.message_codec import MessageDecoder
 from protocol.messages import MAX_ADDRESS, MAX_ADDRESSES, Admission, Signed
@@ -196,10 +196,8 @@ class SwarmStatus:
 class PeerCredits:
     """The earnings of a peer."""
 
-    name: str
     micro_credits_settled: int
     micro_credits_pending: int
-    tokens: int
     rounds: int
 
 
@@ -268,22 +266,24 @@ class CoordinatorClient:
         addresses = usable_addresses(reply.addresses)
         return RunInfo(spec, self._encoded, addresses, _text(reply.page, 300), _text(reply.over, 600), last)
 
-    async def admit(
-        self, identity: Identity, name: str = "", *, code: str | None = None, nonce: int = 0
-    ) -> GrantedAdmission:
+    async def admit(self, identity: Identity, name: str = "", *, nonce: int = 0) -> GrantedAdmission:
         """Request an admission for this identity, or its renewal.
 
-        `code` replaces the invite's. `nonce`: the key's proof of work, if the run asks for one.
+        `nonce`: the key's proof of work, if the run asks for one.
 
         Raises CoordinatorRefused with the coordinator's reason, and CairnError for other failures.
         """
         spec = self._spec or (await self.get_run()).spec
-        code = self._invite.code if code is None else code
 
         def ask(stub: stubs.CoordinatorStub, seconds: float) -> Awaitable[wire.AdmitReply]:
             # Signed for each attempt: the time in it is compared with the coordinator's clock.
             body = wire.AdmissionRequest(
-                run=bytes(self._invite.run), time=int(time.time()), code=code, name=name, nonce=nonce, protocol=PROTOCOL
+                run=bytes(self._invite.run),
+                time=int(time.time()),
+                code=self._invite.code,
+                name=name,
+                nonce=nonce,
+                protocol=PROTOCOL,
             )
             request = wire.AdmitRequest(
                 request=seal(identity, "admission-request", body.SerializeToString(deterministic=True)).encoded
@@ -317,7 +317,7 @@ class CoordinatorClient:
         """Return a peer's totals; all zero for an unknown peer. Raises CairnError."""
         request = wire.AccountRequest(run=bytes(self._invite.run), peer=bytes(peer))
         m: wire.AccountReply = await self._call(lambda stub, t: stub.Account(request, timeout=t))
-        return PeerCredits(_text(m.name), m.micro_credits_settled, m.micro_credits_pending, m.tokens, m.rounds)
+        return PeerCredits(m.micro_credits_settled, m.micro_credits_pending, m.rounds)
 
     async def publish_directive(self, sent: bytes = b"") -> wire.DirectiveReply:
         """Publish the owner's signed directive; without one, request the newest. Raises CairnError."""
@@ -343,11 +343,6 @@ class CoordinatorClient:
         return reply.certificates[0] if reply.certificates else None
 
     # -- how they are made -----------------------------------------------------------------------------------
-
-    @property
-    def run(self) -> RunId:
-        """The run of the invite."""
-        return self._invite.run
 
     async def _call(
         self, ask: Callable[[stubs.CoordinatorStub, float], Awaitable[T]], attempts: int | None = None

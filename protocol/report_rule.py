@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from protocol.audits import AuditRule, draw_auditors, draw_jury
 from protocol.ids import PeerKey
-from protocol.messages import AuditDecision, Certificate, Signed, UpdateHeader, WorkReport
+from protocol.messages import AuditDecision, Certificate, Score, Signed, UpdateHeader, WorkReport
 
 ACCUSERS = 2
 """Auditors who must report a failure before a jury's reports count against an author."""
@@ -52,9 +52,9 @@ def _replays(reports: Iterable[Signed[WorkReport]], drawn: set[PeerKey]) -> dict
     return found
 
 
-def _is_narrow(report: WorkReport) -> bool:
+def is_narrow(scores: Iterable[Score]) -> bool:
     """Return whether the score that is least above its threshold, or most below it, is close to it."""
-    return abs(min((s.value - s.threshold for s in report.scores), default=0.0)) < NARROW
+    return abs(min((s.value - s.threshold for s in scores), default=0.0)) < NARROW
 
 
 def decide(
@@ -82,7 +82,7 @@ def decide(
     for passed in (True, False):
         agreeing = {key: jury[key] for key, replay in results.items() if key in jury and replay.passed is passed}
         if 2 * sum(agreeing.values()) > total:
-            narrow = sum(votes for key, votes in agreeing.items() if _is_narrow(results[key]))
+            narrow = sum(votes for key, votes in agreeing.items() if is_narrow(results[key].scores))
             opposite = (key for key, replay in results.items() if replay.passed is not passed)
             refuted = () if 2 * narrow >= sum(agreeing.values()) else tuple(sorted(opposite))
             return AuditDecision(digest, author, not passed, refuted)

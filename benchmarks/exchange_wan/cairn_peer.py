@@ -23,7 +23,6 @@ from peer.node.node import Node
 from peer.node.options import NodeOptions
 from peer.store import Store
 from protocol.ids import Digest
-from protocol.message_codec import MessageDecoder
 from protocol.rounds import events
 from protocol.spec import parse_spec
 
@@ -63,7 +62,7 @@ async def serve(job: Job, number: int) -> None:
     with Store(folder / "store", DISK_BYTES) as store:
         furnish(store, spec, job.path / "genesis")
         membership = Enrollment(
-            identity(number), spec, MessageDecoder(spec.run_id, spec.owner_key), store, None, f"p{number + 1}",
+            identity(number), spec, store, None, f"p{number + 1}",
             admission(spec, number), addresses(job, number),
         )  # fmt: skip
         options = NodeOptions(

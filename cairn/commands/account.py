@@ -19,12 +19,12 @@ from cairn.commands.options import FILE, home_option, invite_argument, peer_key,
 from cairn.connection import connect, parse_invite
 from cairn.visibility import anonymous_hint
 from peer.keyfile import load, load_or_make
-from peer.units import count
 from protocol.errors import CairnError, MalformedError
 from protocol.identity import Identity
 from protocol.ids import RunId, b64url, from_b64url
 from protocol.ledger.credit_text import credit_text
 from protocol.ledger.statements import BindAccount, BindPeer, open_bind_peer, sign
+from protocol.units import count
 
 if TYPE_CHECKING:
     from peer.log_client import CreditTotals, Receipted

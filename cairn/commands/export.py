@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 
 from cairn.commands.options import FILE, PLACE, invite_or_stdin
-from peer.units import byte_size
 from protocol.errors import CairnError, MalformedError
+from protocol.units import byte_size
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 

@@ -26,7 +26,6 @@ from cairn.stop_signals import stop_on_signals
 from cairn.visibility import peer_home, seen_by_others
 from protocol.errors import CairnError
 from protocol.identity import Identity
-from protocol.ids import RunId
 from protocol.invite import Invite
 from protocol.messages import MAX_NAME
 from protocol.quiet_imports import quiet_imports
@@ -237,7 +236,7 @@ async def _join(options: JoinOptions, invite: Invite, settings: SettingsFile) ->
     from cairn.peer_screen import PeerScreen
     from peer.node.enrollment import Enrollment, RunIsOver, run_folder
 
-    folder = run_folder(options.home, RunId(invite.run))
+    folder = run_folder(options.home, invite.run)
     is_first_time = not folder.exists()
     screen = PeerScreen(plain=options.plain, as_json=options.as_json)
     if is_first_time:  # before the peer enters the run: nothing is published yet

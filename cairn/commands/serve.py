@@ -204,7 +204,6 @@ async def _serve(
         from peer.node.options import NodeOptions
         from peer.node.trainer_files import base_file
         from protocol.chain import genesis_digest
-        from protocol.message_codec import MessageDecoder
 
     spec, folder, settings = resolved.spec, config.folder, options.settings
     _, announce = public_addresses(options, config.listen_port)
@@ -231,7 +230,6 @@ async def _serve(
     membership = Enrollment(
         identity=load_or_make(folder / "observer.key"),
         spec=spec,
-        decoder=MessageDecoder(spec.run_id, spec.owner_key),
         store=store,
         client=None,
         name="coordinator",

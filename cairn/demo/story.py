@@ -29,13 +29,13 @@ from peer.coordinator_client import CoordinatorClient, CoordinatorUnreachable, S
 from peer.keyfile import load_or_make
 from peer.node.enrollment import run_folder
 from peer.node.snapshot import Snapshot, read_snapshot
-from peer.units import count
 from protocol.errors import CairnError
 from protocol.identity import parse_key_file
 from protocol.ids import PeerKey
 from protocol.invite import Invite
 from protocol.ledger.credit_text import credit_text
 from protocol.spec import RunSpec
+from protocol.units import count
 
 RUN_FILE = ROOT / "examples" / "sotu.toml"
 PEERS = ("ada", "alan", "edsger", "grace")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pydantic import ValidationError
+from pydantic import ConfigDict, ValidationError
 
 from coordinator import durable
 from coordinator.authoring import tokens
@@ -97,12 +97,16 @@ class ConversationData(Section):
 
 
 class DataSplit(Section):
-    """One split of the data: its shards, and their numbers of documents, tokens and bytes of UTF-8 text."""
+    """One split of the data: its shards, and their numbers of documents and tokens.
+
+    Manifests of earlier versions also have bytes of text.
+    """
+
+    model_config = ConfigDict(extra="ignore")
 
     shards: list[DataShard]
     documents: int
     tokens: int
-    text_bytes: int
 
 
 class Manifest(Section):
@@ -332,7 +336,7 @@ def _write(
 ) -> Manifest:
     dtype = "uint16" if run.size <= 2**16 else "uint32"
     writers = [ShardWriter(out, split, dtype, settings.shard_tokens) for split in ("train", "validation")]
-    documents, counts, sizes = [0, 0], [0, 0], [0, 0]
+    documents, counts = [0, 0], [0, 0]
     stream = itertools.chain(
         _documents(train, settings), ((p, True) for s in held_out for p in read_documents(s, settings.field))
     )
@@ -341,7 +345,6 @@ def _write(
     def segments() -> Iterator[TextSegment]:
         for segment, is_held_out in stream:
             splits.append(int(is_held_out))
-            sizes[is_held_out] += len(segment.text.encode())
             yield segment
 
     try:
@@ -360,15 +363,15 @@ def _write(
         raise DataInputError("no text to train on in these documents")
     check_held_out(settings.validation_every, sum(documents))
     report(f"{sum(documents):,} documents, {sum(counts):,} tokens, {documents[1]:,} documents held out")
-    return _manifest(run, dtype, zip(shards, documents, counts, sizes, strict=True), settings, sources)
+    return _manifest(run, dtype, zip(shards, documents, counts, strict=True), settings, sources)
 
 
 def _manifest(
-    run: tokens.RunTokenizer, dtype: Literal["uint16", "uint32"], made: Iterable[tuple[list[DataShard], int, int, int]],
+    run: tokens.RunTokenizer, dtype: Literal["uint16", "uint32"], made: Iterable[tuple[list[DataShard], int, int]],
     settings: PrepareSettings, sources: list[SourceRef], conversations: ConversationData | None = None,
 ) -> Manifest:  # fmt: skip
-    """Return the manifest; `made` has shards, documents, tokens and bytes of text of each split."""
-    train, validation = (DataSplit(shards=s, documents=d, tokens=t, text_bytes=b) for s, d, t, b in made)
+    """Return the manifest; `made` has shards, documents and tokens of each split."""
+    train, validation = (DataSplit(shards=s, documents=d, tokens=t) for s, d, t in made)
     return Manifest(
         dtype=dtype,
         vocabulary=run.size,
@@ -460,7 +463,7 @@ class _MarkedWriter:
             f"{self.documents[1]:,} documents held out; {conversations.fates}"
         )
         counts = [self.window * p.windows for p in self.packers]
-        made = zip(shards, self.documents, counts, (0, 0), strict=True)
+        made = zip(shards, self.documents, counts, strict=True)
         return _manifest(self.run, "uint32", made, self.settings, sources, conversations)
 
     def _add(self, piece: MarkedDocument, split: int, report: Callable[[str], None]) -> None:

@@ -30,6 +30,7 @@ from protocol.codec import make_codec
 from protocol.spec import AdapterSettings, windows_in
 from protocol.state import state_layout
 from protocol.training_memory import model_bytes, round_bytes
+from protocol.units import byte_size
 
 SAMPLED = 4096
 """Maximum number of segments (of at most 256 Ki characters) that are read from each file."""
@@ -61,24 +62,24 @@ def validate(path: Path) -> list[str]:
     memory = training_memory(layout, config, inner, run_file.data.window, frozen)
     state = model_bytes(layout, config, inner)
     saved = eight_bit_saving(layout, config, inner, run_file.audit, memory)
-    less = f"; {size_text(saved)} less with --moments 8bit" if saved else ""
+    less = f"; {byte_size(saved)} less with --moments 8bit" if saved else ""
     lines = [
         f"{path} is a valid run file: {run_file.run.name}",
         f"model: {config['model_type']}, {layout.numel:,} parameters in {len(layout.tensors)} tensors; "
-        f"a checkpoint is {size_text(state_layout(layout, run_file.outer).checkpoint_size)}",
+        f"a checkpoint is {byte_size(state_layout(layout, run_file.outer).checkpoint_size)}",
         *([] if adapter is None else [_adapter_line(adapter, model)]),
         *weights,
         *data_lines,
         f"inner step: {inner.batch} windows of {counts_as} tokens = {step:,} tokens",
         f"round: ends at {round_.target_tokens:,} tokens of all peers together "
         f"({round_.target_tokens / step:.1f} inner steps), or after {round_.max_seconds:g} s",
-        f"update: {size_text(update)} ({8 * update / layout.numel:.3f} bits a parameter, {run_file.codec.kind}); each "
+        f"update: {byte_size(update)} ({8 * update / layout.numel:.3f} bits a parameter, {run_file.codec.kind}); each "
         "round a peer sends its own and fetches every other contributor's: with 16 peers "
-        f"{size_text(15 * update)} down",
-        f"memory: {size_text(memory)} or more on each GPU, estimated for one window at a time "
-        f"({size_text(state)} of it weights, gradients and moments"
-        f"{f'; {size_text(frozen)} the frozen base' if frozen else ''}{less}), and of the machine's memory "
-        f"{size_text(round_bytes(layout, run_file.outer))} for the state between rounds",
+        f"{byte_size(15 * update)} down",
+        f"memory: {byte_size(memory)} or more on each GPU, estimated for one window at a time "
+        f"({byte_size(state)} of it weights, gradients and moments"
+        f"{f'; {byte_size(frozen)} the frozen base' if frozen else ''}{less}), and of the machine's memory "
+        f"{byte_size(round_bytes(layout, run_file.outer))} for the state between rounds",
         *([] if adapter is None else [dtypes_line(adapter, config, memory - frozen)]),
     ]
     if run_file.audit.replayable:
@@ -96,7 +97,7 @@ def validate(path: Path) -> list[str]:
                 f"credit.hold_rounds = {REPLAYABLE_HOLD_ROUNDS}, or leave it out"
             )
         checkpoint = state_layout(layout, run_file.outer).checkpoint_size
-        lines.append(f"checkpoints: each member keeps {keep}, {size_text(keep * checkpoint)}, for replays")
+        lines.append(f"checkpoints: each member keeps {keep}, {byte_size(keep * checkpoint)}, for replays")
         if keep * every < hold:
             lines.append(
                 f"warning: members keep what a replay needs for {keep * every} rounds, and credit is held for {hold}: "
@@ -122,7 +123,7 @@ def _adapter_line(adapter: AdapterSettings, model: RunModel) -> str:
     assert model.base is not None
     return (
         f"adapter: rank {adapter.rank}, alpha {adapter.alpha:g}, on a frozen base of {model.whole.numel:,} parameters "
-        f"({adapter.dtype}), of which each peer fetches {size_text(model.base.checkpoint_size)} once"
+        f"({adapter.dtype}), of which each peer fetches {byte_size(model.base.checkpoint_size)} once"
     )
 
 
@@ -134,7 +135,7 @@ def dtypes_line(adapter: AdapterSettings, config: dict[str, Any], other_bytes: i
     dtypes = ("bfloat16", "int8", "nf4")
     held = {d: held_bytes(config, adapter.model_copy(update={"dtype": d}), "cuda") for d in dtypes}
     each = ", ".join(
-        f"{size_text(other_bytes + n)} with {d}" for d, n in held.items() if d == dtypes[0] or n < held[dtypes[0]]
+        f"{byte_size(other_bytes + n)} with {d}" for d, n in held.items() if d == dtypes[0] or n < held[dtypes[0]]
     )
     return f"cards: model.adapter.dtype decides which suffice: a GPU needs about {each}"
 
@@ -224,12 +225,3 @@ def _sample(sources: list[DocumentFile], field: str, run: tokens.RunTokenizer | 
 def _bytes_per_token(vocabulary: int) -> float:
     """Estimate the bytes per token of English under byte-level BPE: about 3.0 at 1,024 tokens, 4.5 from 8,192 on."""
     return min(4.5, max(1.0, 3.0 + 0.5 * (math.log2(max(2, vocabulary)) - 10)))
-
-
-def size_text(n: float) -> str:
-    """Return a number of bytes with its unit, for people."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if n < 1000:
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.3g} {unit}"
-        n /= 1000
-    return f"{n:.3g} TB"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +28,14 @@ class EvaluationLog:
     nats per token, None if the model's output was not finite.
     """
 
-    def __init__(self, folder: Path, now: Callable[[], float] = time.time):
+    def __init__(self, folder: Path):
         self._rows = JsonLines(folder / EVALUATIONS, MOST_EVALUATIONS)
         self._samples = JsonLines(folder / SAMPLES, MOST_SAMPLES)
-        self._now = now
         self._by_round: tuple[list[Row], list[Row]] = ([], [])
 
     def add(self, archived: ArchivedState, measured: Row | None, texts: list[Row]) -> None:
         """Add the result of an evaluation."""
-        about = {"time": round(self._now(), 3), "round": archived.round, "state": str(archived.state)}
+        about = {"time": round(time.time(), 3), "round": archived.round, "state": str(archived.state)}
         loss = measured["loss"] if measured else None
         try:
             if measured is not None:

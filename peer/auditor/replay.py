@@ -41,7 +41,7 @@ DEVIATIONS = 1.5
 """An honest update differs at most by this times the difference of two replays in different precisions."""
 
 LEAST_SIGNS = 0.75
-"""If an honest update could differ more than that, a replay says nothing about anybody."""
+"""If an honest update could differ more than that, a replay does not show that an update is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,8 @@ class Replayed:
 
     blob: bytes
     rows: Mapping[str, Tensor]
+    is_finite: bool = True
+    """False: at least half of its steps were not finite, after which no honest author announces anything."""
 
 
 def replay(
@@ -66,7 +68,7 @@ def replay(
     The backend's base is the state that the author's first step began with. `accepted_windows`: those of all peers up
     to it. Raises CodecError, DataError, AuditError, TrainingError and OSError.
     """
-    outer, first = backend.outer, update.first_window
+    outer, first, finite = backend.outer, update.first_window, 0
     if rebase is None:
         backend.begin_again(None)
     else:
@@ -75,12 +77,13 @@ def replay(
         if before is None:
             raise AuditError("the update began before its state, and the record before has no update of its author")
         backend.begin_again(before)
-        _train(spec, backend, reader, update, first, update.rebase_window, accepted_windows)
+        finite = _train(spec, backend, reader, update, first, update.rebase_window, accepted_windows)
         outer.advance(contributions)
         outer.rebase()
         first, accepted_windows = update.rebase_window, rebase.accepted_windows
-    _train(spec, backend, reader, update, first, update.end_window, accepted_windows)
-    return Replayed(outer.announce(), backend.inner.rows_with_gradient())
+    finite += _train(spec, backend, reader, update, first, update.end_window, accepted_windows)
+    is_finite = 2 * finite * spec.inner.batch > update.windows
+    return Replayed(outer.announce(), backend.inner.rows_with_gradient(), is_finite)
 
 
 def _train(
@@ -91,8 +94,9 @@ def _train(
     first: int,
     end: int,
     accepted_windows: int,
-) -> None:
-    """Make the steps over the author's windows [first, end)."""
+) -> int:
+    """Make the steps over the author's windows [first, end), and return how many of them were finite."""
+    finite = 0
     inner, batch = backend.inner, spec.inner.batch
     tokens = accepted_windows * spec.data.window_tokens
     inner.set_rate(replayable_factor(spec.inner.schedule, tokens, spec.round.target_tokens))
@@ -101,6 +105,8 @@ def _train(
         step = inner.forward_backward(windows)
         if step is not None:
             inner.optimizer_step(step)
+            finite += step.is_finite
+    return finite
 
 
 _Likeness = Callable[[Codec, bytes, Replayed], float]
@@ -109,14 +115,18 @@ _Likeness = Callable[[Codec, bytes, Replayed], float]
 def compare(codec: Codec, announced: bytes, replays: Sequence[Replayed]) -> tuple[Score, ...]:
     """Return the scores of an announced update beside its replay, by ascending name. Raises CodecError.
 
-    `replays`: one, or one of each precision. Raises UncheckableUpdate when these are too far apart to tell anything.
+    `replays`: one, or one of each precision. A replay that is not finite has nothing to compare with: the scores are
+    0 if none is. Raises UncheckableUpdate when two are so far apart that they do not tell an honest update from others.
     """
     codec.check(announced)
+    replays = [r for r in replays if r.is_finite]
+    if not replays:
+        return Score("scale", 0.0, SCALE), Score("signs", 0.0, SIGNS)
     scale, signs = (max(like(codec, announced, replayed) for replayed in replays) for like in (_scale, _signs))
     least_scale, least_signs = SCALE, SIGNS
     if len(replays) > 1:
         least_scale, least_signs = _least(_scale, SCALE, codec, replays), _least(_signs, SIGNS, codec, replays)
-        if least_signs < LEAST_SIGNS:
+        if least_signs < LEAST_SIGNS and signs >= least_signs:
             raise UncheckableUpdate(
                 "replays in fp32 and in bf16 are too far apart: the update has too many steps to compare"
             )

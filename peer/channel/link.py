@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 import async_timeout
@@ -86,12 +86,11 @@ class TrainerLink:
         cls,
         *,
         threads: int = 1,
-        environment: Mapping[str, str] | None = None,
         command: Sequence[str] | None = None,
     ) -> TrainerLink:
         """Start a trainer's process, which then waits for `Start`. It ends with this process, however this one ends.
 
-        `environment` adds to this process's own; `command` replaces `python -m peer.training` (for tests).
+        `command` replaces `python -m peer.training` (for tests).
         Raises TrainerDied when the process cannot be started.
         """
         ours, theirs = socket.socketpair()
@@ -105,7 +104,7 @@ class TrainerLink:
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.STDOUT,
                     pass_fds=(theirs.fileno(),),
-                    env=trainer_environment(threads) | dict(environment or {}),
+                    env=trainer_environment(threads),
                     # A Ctrl-C in the terminal is for the node, which then asks the trainer to stop.
                     start_new_session=True,
                 )

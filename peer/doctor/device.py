@@ -5,7 +5,7 @@ from __future__ import annotations
 from peer.doctor.findings import DoctorFinding
 from peer.doctor.measurements import Device, Trial
 from peer.training.parallel.parallel_dims import USABLE
-from peer.units import byte_size
+from protocol.units import byte_size
 
 TIGHT = 0.95
 """The share of the memory that training can have from which it may run out of it."""

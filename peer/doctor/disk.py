@@ -6,10 +6,10 @@ from pathlib import Path
 
 from peer.doctor.findings import DoctorFinding
 from peer.fetched_data import data_bytes
-from peer.units import byte_size
 from protocol.codec import make_codec
 from protocol.spec import RunSpec
 from protocol.state import state_layout
+from protocol.units import byte_size
 
 
 def state_bytes(spec: RunSpec) -> int:

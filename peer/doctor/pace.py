@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from peer.doctor.findings import DoctorFinding
 from peer.doctor.measurements import DownloadProbe, PresentSwarm, Trial, step_seconds
 from peer.training.sources import CACHE_BYTES
-from peer.units import byte_size
 from protocol.data_address import public_url
 from protocol.ledger.credits import CreditRule
 from protocol.merkle import CHUNK
 from protocol.reduce_plan import ReducePlan
 from protocol.spec import RunSpec
+from protocol.units import byte_size
 
 HOUR = 3600.0
 

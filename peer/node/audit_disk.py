@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from peer.errors import AuditError
 from peer.node.state_fetcher import StateFetcher
 from peer.store import Store
-from peer.units import byte_size
 from protocol.chain import Chain
 from protocol.ids import Digest
 from protocol.spec import RunSpec
+from protocol.units import byte_size
 
 ROUNDS_OF_TRAINING = 2
 """Rounds whose updates training always has room for, besides a checkpoint: the one under way and the next."""

@@ -100,9 +100,8 @@ class AuditRunner:
         self._waiting.append(_Waiting(action, is_new))
         alike = [w for w in self._waiting if (w.action.check == "screen") is (action.check == "screen")]
         if len(alike) > MAX_WAITING:
-            self._not_made(
-                self._take(max(alike, key=self._rank)), f"{MAX_WAITING} others come first", may_ask_again=False
-            )
+            last = self._take(max(alike, key=self._rank))
+            self._not_made(last, f"{MAX_WAITING} others come first", may_ask_again=last.is_accused)
         screens = sum(w.action.check == "screen" for w in self._waiting)
         if screens >= SCREENS_TOGETHER or screens < len(self._waiting):
             self._asked.set()

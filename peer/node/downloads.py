@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from peer.node.rate_meter import RateMeter
 from peer.store import Store
-from peer.units import byte_size
 from protocol.ids import Digest
 from protocol.merkle import CHUNK
+from protocol.units import byte_size
 
 log = logging.getLogger(__name__)
 

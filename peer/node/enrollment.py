@@ -70,15 +70,16 @@ class Enrollment:
 
     identity: Identity
     spec: RunSpec
-    decoder: MessageDecoder
     store: Store
     client: CoordinatorClient | None
     name: str
     admission: bytes
     addresses: list[str] = field(default_factory=list)
+    decoder: MessageDecoder = field(init=False)
     locator: CoordinatorLocator = field(init=False)
 
     def __post_init__(self) -> None:
+        self.decoder = MessageDecoder(self.spec.run_id, self.spec.owner_key)
         self.locator = CoordinatorLocator(self.store, self.spec, self.client)
 
     @classmethod
@@ -105,8 +106,7 @@ class Enrollment:
 
         def with_spec(encoded: bytes) -> Enrollment:
             spec = open_spec(encoded, invite.run)
-            decoder, admission = MessageDecoder(spec.run_id, spec.owner_key), store.read_value(ADMISSION) or b""
-            return cls(identity, spec, decoder, store, client, name, admission)
+            return cls(identity, spec, store, client, name, store.read_value(ADMISSION) or b"")
 
         async with AsyncExitStack() as after_failure:
             after_failure.push_async_callback(client.close)

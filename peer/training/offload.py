@@ -24,9 +24,9 @@ from torch import Tensor
 
 from peer.errors import TrainingError
 from peer.training.memory import available
-from peer.units import byte_size
 from protocol.spec import RunSpec
 from protocol.training_memory import round_bytes
+from protocol.units import byte_size
 
 PIECE = 1 << 24
 """Elements of a tensor that visit the device at once: 64 MiB of fp32."""

@@ -24,6 +24,7 @@ from protocol.carried_reports import CarriedReports
 from protocol.ids import Digest, PeerKey
 from protocol.message_codec import Signer
 from protocol.messages import Signed, WorkReport
+from protocol.report_rule import is_narrow
 from protocol.rounds.actions import AuditUpdate, Broadcast
 from protocol.rounds.context import Context
 from protocol.rounds.events import AuditNotMade, UpdateAudited
@@ -214,7 +215,7 @@ class AuditScheduler:
         report = self._signer.sign(
             WorkReport(context.run, number, event.record, event.update, event.check, event.scores)
         )
-        if asked is not None and asked.accuser is not None and report.body.passed:
+        if asked is not None and asked.accuser is not None and report.body.passed and not is_narrow(event.scores):
             self._contradicted[asked.accuser] = None
         self._follow(report, following)
         if context.reports.add(report):

@@ -23,7 +23,6 @@ from coordinator.alerts import rules
 from coordinator.errors import CoordinatorError, LedgerError, PortTakenError, RefusedError, TooManyError
 from coordinator.ledger import Ledger
 from coordinator.limits import NetworkLimit, Rate, RateLimit, caller_of, is_loopback
-from coordinator.overview import amount, duration
 from coordinator.page.app import STATIC
 from coordinator.page.feed import Feed
 from coordinator.service import Coordinator, CoordinatorConfig
@@ -197,8 +196,9 @@ async def test_a_run_by_invite_takes_its_codes_only(tmp_path):
     async with running(tmp_path, spec, codes=("alpha", "beta")) as (c, _):
         async with client(c, code="beta") as ask:
             assert (await ask.admit(peer(1))).admission.body.peer == peer(1).key
+        async with client(c, code="alph") as ask:
             with pytest.raises(CoordinatorRefused, match="not valid.*ask the run's owner"):
-                await ask.admit(peer(2), code="alph")
+                await ask.admit(peer(2))
         async with client(c) as ask:
             with pytest.raises(CoordinatorRefused, match="has no code"):
                 await ask.admit(peer(2))
@@ -232,10 +232,8 @@ async def test_status_and_totals_say_what_the_chain_says(tmp_path):
         shown = {p.name: p for p in s.peers}
         assert shown["ada"].device == "NVIDIA H200" and shown["ada"].loss == 4.5
         totals = await ask.totals(peer(0).key)
-        assert (totals.name, totals.rounds, totals.tokens) == ("ada", 6, 6 * 600 * SPEC.data.window)
-        assert totals.micro_credits_settled == totals.micro_credits_pending > 0
-        nobody = await ask.totals(peer(99).key)
-        assert (nobody.rounds, nobody.tokens) == (0, 0)
+        assert totals.rounds == 6 and totals.micro_credits_settled == totals.micro_credits_pending > 0
+        assert (await ask.totals(peer(99).key)).rounds == 0
 
 
 # -- who is not who they should be -------------------------------------------------------------------------------
@@ -554,11 +552,6 @@ async def test_it_stops_though_viewers_watch(tmp_path):
         await ended(c.stop())
         writer.close()
         idle[1].close()
-
-
-def test_numbers_are_written_for_people():
-    assert [amount(n) for n in (0, 999, 8123, 2_500_000, 3e12)] == ["0", "999", "8.1k", "2.5M", "3.0T"]
-    assert [duration(s) for s in (5, 75, 600, 7200)] == ["5 s", "75 s", "10 min", "2.0 h"]
 
 
 # -- the page ----------------------------------------------------------------------------------------------------

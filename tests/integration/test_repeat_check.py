@@ -43,7 +43,7 @@ async def repeat(world: NodeWorld, checks: Sequence[tuple[int, str, AuditCheck]]
     store = Store(home / "store", 1 << 40)
     decoder = MessageDecoder(world.spec.run_id, OWNER.key)
     ways_in = [address_of(world.key(n)) for n in NAMES]
-    membership = Enrollment(identity("stranger"), world.spec, decoder, store, None, "", b"", ways_in)
+    membership = Enrollment(identity("stranger"), world.spec, store, None, "", b"", ways_in)
     node = world.build(membership, NodeOptions(home, observer=True, device="cpu"))
     world.run("stranger", node, store)
     await node.started(world.running["stranger"])

@@ -13,10 +13,10 @@ import pytest
 from cairn.listed_run import ListedRun, as_json, ask, lines, packages, page_of
 from coordinator.authoring.memory import training_memory
 from coordinator.checkpoints.settings import AboutTable
-from peer.units import byte_size, count
 from protocol.errors import CairnError
 from protocol.model import layers_of
 from protocol.spec import AdapterSettings
+from protocol.units import byte_size, count
 from tests.support.command_line import (
     cairn,
     logging_as_it_was,  # noqa: F401 - a fixture

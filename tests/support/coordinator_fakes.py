@@ -288,13 +288,6 @@ class FakeSwarm:
             for listener in self._listeners:
                 listener(message)
 
-    def announced_round(self, work: Mapping[int, int], **how) -> Certificate:
-        """Let the observer receive a whole round: the announced updates, the proposed record, the certificate."""
-        certificate = self.chain.add(work, **how)
-        self.hear(*certificate.record.body.updates, certificate.record)
-        self.changed()
-        return certificate
-
     def turn_to(self, chain: ChainMaker) -> None:
         self.chain = chain
         self.changed()

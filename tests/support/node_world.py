@@ -47,7 +47,6 @@ from protocol.errors import CairnError
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey
 from protocol.merkle import blob_digest
-from protocol.message_codec import MessageDecoder
 from protocol.messages import Certificate
 from protocol.spec import RunSpec
 from protocol.wire import swarm_pb2 as wire
@@ -371,9 +370,8 @@ class NodeWorld:
         if not self.nodes:
             store.put(self.genesis.read_bytes())
             store.put(self.base)
-        decoder = MessageDecoder(self.spec.run_id, OWNER.key)
         ways_in = [address_of(self.key(n)) for n in self.nodes if n != name]
-        membership = Enrollment(me, self.spec, decoder, store, None, name, admission(self.spec, me).encoded, ways_in)
+        membership = Enrollment(me, self.spec, store, None, name, admission(self.spec, me).encoded, ways_in)
         node = self.nodes[name] = self.build(membership, NodeOptions(home, device="cpu", audit_device="off"), rest=rest)
         self.run(name, node, store)
         return node
@@ -386,8 +384,7 @@ class NodeWorld:
         for data in (self.tokenizer, self.genesis.read_bytes()):
             store.put(data)
         ways_in = [address_of(self.key(n)) for n in self.nodes if n != "observer"]
-        decoder = MessageDecoder(self.spec.run_id, OWNER.key)
-        membership = Enrollment(identity("observer"), self.spec, decoder, store, None, "coordinator", b"", ways_in)
+        membership = Enrollment(identity("observer"), self.spec, store, None, "coordinator", b"", ways_in)
         node = self.build(membership, NodeOptions(home, observer=True))
         self.run("observer", node, store)
         return node
@@ -466,10 +463,6 @@ class NodeWorld:
     def slices(self, name: str) -> set[Digest]:
         """Return the partial blobs of a node's store."""
         return {Digest.parse(f.name) for f in (self.folder / name / "store" / "partial").glob("*") if not f.suffix}
-
-    def is_a_blob(self, name: Digest) -> bool:
-        """Return whether some node has a blob of that digest."""
-        return any(s.store.has(name) for s in self.internet.there.values())
 
     def is_a_part(self, blob: Digest) -> bool:
         """Return whether a blob is no update, judged by its size."""

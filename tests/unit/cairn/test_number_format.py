@@ -5,25 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cairn.number_format import SPARKS, percent, sparkline
-from peer.units import byte_size, count
 from protocol.ledger.credit_text import credit_text
 from tests.support.credit_texts import CREDIT_TEXTS
-
-
-@pytest.mark.parametrize(
-    "n, text",
-    [(0, "0"), (7, "7"), (999, "999"), (999.6, "1.0k"), (1000, "1.0k"), (99_949, "99.9k"), (99_960, "100k"),
-     (999_499, "999k"), (999_950, "1.0M"), (1_234_567, "1.2M"), (5e15, "5000T"), (-1500, "-1.5k")],
-)  # fmt: skip
-def test_counts(n, text):
-    assert count(n) == text
-
-
-@pytest.mark.parametrize(
-    "n, text", [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (999_999, "1.0 MB"), (2e9, "2.0 GB")]
-)
-def test_sizes(n, text):
-    assert byte_size(n) == text
 
 
 @pytest.mark.parametrize(

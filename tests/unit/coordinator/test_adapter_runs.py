@@ -22,7 +22,7 @@ from coordinator.adapter_export import export_adapter, export_merged
 from coordinator.authoring.errors import RunFileError
 from coordinator.authoring.resolve import ResolvedRun, resolve
 from coordinator.authoring.runfile import SIGN_OUTER, SIGN_PLAIN_LR, load_run
-from coordinator.authoring.summary import dtypes_line, size_text, validate
+from coordinator.authoring.summary import dtypes_line, validate
 from coordinator.authoring.toml_file import tomllib
 from coordinator.checkpoints import evaluation_job
 from coordinator.checkpoints.archive import Archive
@@ -41,6 +41,7 @@ from protocol.model import model_layout, plain_config
 from protocol.quantised import ABSMAX
 from protocol.spec import AdapterSettings, AdapterSpec, parse_spec
 from protocol.state import checkpoint_chunks, state_digest, state_layout, tensors_from_checkpoint
+from protocol.units import byte_size
 from tests.support.command_line import cairn, refused
 
 OWNER = Identity(b"o" * 32)
@@ -236,8 +237,8 @@ def test_a_base_is_quantised_once_and_used_and_merged_as_it_is_stored(
     assert 8 * packed == bits * sum(model[n].numel() for n in linear)
     assert adapter.parameters == sum(t.numel() for t in model.values())
     text = "\n".join(validate(file))
-    assert f"parameters ({dtype}), of which each peer fetches {size_text(adapter.base.size)} once" in text
-    assert f"{size_text(held_bytes(run.spec.model.config, adapter, 'cuda'))} the frozen base)" in text
+    assert f"parameters ({dtype}), of which each peer fetches {byte_size(adapter.base.size)} once" in text
+    assert f"{byte_size(held_bytes(run.spec.model.config, adapter, 'cuda'))} the frozen base)" in text
 
     path = noise(run, tmp_path / "state")
     given = (run.blobs[run.spec.tokenizer.name], origin(run, path))

@@ -55,7 +55,6 @@ def test_every_document_is_in_the_shards_once_and_every_nth_is_held_out(tmp_path
     assert documents_of(made, "validation") == held_out
     assert documents_of(made, "train") == [t for t in TEXTS if t not in held_out]
     assert (made.manifest.train.documents, made.manifest.validation.documents) == (26, 4)
-    assert made.manifest.train.text_bytes == sum(len(t.encode()) for t in TEXTS if t not in held_out)
 
 
 def test_shards_are_named_by_their_digest_with_their_leaves_and_cut_at_the_limit(tmp_path):

@@ -33,12 +33,12 @@ from coordinator.authoring.plan import FINE_TUNING_TOKENS, PlanError, PlanInputs
 from coordinator.authoring.runfile import SIGN_OUTER, SIGN_PLAIN_LR, RunFile, load_run
 from coordinator.authoring.template import fill
 from coordinator.authoring.toml_file import tomllib
-from peer.units import byte_size
 from protocol.codec import make_codec
 from protocol.errors import CairnError
 from protocol.layout import BLOCK, Layout
 from protocol.model import build_model, model_layout, plain_config
 from protocol.spec import CodecSpec, OuterSpec
+from protocol.units import byte_size
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / "examples" / "sotu.toml"

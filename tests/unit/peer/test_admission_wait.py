@@ -23,7 +23,6 @@ from protocol.coordinator_address import CoordinatorAddress, sign_coordinator_ad
 from protocol.errors import CairnError
 from protocol.ids import Digest
 from protocol.invite import HostPort
-from protocol.message_codec import MessageDecoder
 from tests.support.coordinator_fakes import make_spec, state
 from tests.support.specs import OWNER, admission, identity
 from tests.support.waiting import NEVER, ended, until
@@ -73,7 +72,7 @@ def newcomer(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(admission_wait, "REQUEST_SECONDS", 0.05)
     with Store(tmp_path / "store", 1 << 30) as store:
         client: Any = Away()
-        yield Enrollment(ME, SPEC, MessageDecoder(SPEC.run_id, OWNER.key), store, client, "me", b"")
+        yield Enrollment(ME, SPEC, store, client, "me", b"")
 
 
 async def asked(newcomer: Enrollment, times: int) -> None:

@@ -14,6 +14,7 @@ from peer.auditor.job import ClaimedUpdate, Rebase
 from peer.auditor.loss_check import GAIN, QUARTER, Gains, LossCheck, t_value, threshold_beside
 from peer.auditor.replay import Replayed, compare
 from peer.errors import AuditError
+from peer.training.inner_optimizer import InnerOptimizer
 from protocol.assignment import windows_of
 from protocol.codec import make_codec
 from protocol.errors import CodecError, MalformedError
@@ -79,6 +80,23 @@ def test_replays_that_differ_by_rounding_say_how_much_an_honest_update_may_diffe
     assert is_passed(flipped(14, 0), honest, other) and not is_passed(flipped(9, 0), honest, other)
     with pytest.raises(AuditError, match="too far apart"):
         compare(codec, honest, [Replayed(honest, {}), Replayed(flipped(4, 0), {})])
+    # 25% apart: an honest update may differ in 37.5%, and noise differs in half.
+    assert not is_passed(flipped(2, 0), honest, flipped(4, 1))
+
+
+def test_steps_that_are_not_finite_are_no_work(audited, tmp_path, monkeypatch):
+    """An author whose own update before overflows the model leaves a replay no finite step, and announces zeros."""
+    codec, step = audited.codec, InnerOptimizer.forward_backward
+
+    def overflowing(self: InnerOptimizer, *args: Any) -> Any:
+        made = step(self, *args)
+        return None if made is None else replace(made, is_finite=False)
+
+    monkeypatch.setattr(InnerOptimizer, "forward_backward", overflowing)
+    zeros = {t.name: torch.zeros(t.shape) for t in codec.layout.tensors}
+    file = tmp_path / "zeros.blob"
+    file.write_bytes(codec.encode(zeros))
+    assert not passed(scores(audited.job(blob=file)))
 
 
 @pytest.mark.parametrize(

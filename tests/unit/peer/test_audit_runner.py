@@ -437,6 +437,11 @@ async def test_the_queue_is_bounded_and_has_each_check_once(tmp_path, monkeypatc
         assert w.auditor.waiting == 4 and not w.auditor.counts.not_made
         w.ask(0)
         assert w.auditor.waiting == 4 and w.auditor.counts.not_made == 1 and not w.not_made
+        for round_ in (4, 3, 2, 1):
+            w.ask(round_, is_accused=True)
+        assert not w.not_made, "what nobody accuses is not asked for again"
+        dropped = w.ask(0, is_accused=True)
+        assert w.auditor.waiting == 4 and [e.update for e in w.not_made] == [dropped.update]
 
 
 async def test_the_blobs_of_the_present_check_stay_on_the_disk(tmp_path):

@@ -230,7 +230,7 @@ def test_a_member_prints_an_invite_with_where_the_coordinator_is_and_itself_firs
     with Store(run_folder(tmp_path, RUN.run_id) / "store", 1 << 30) as store:
         store.write_value(SPEC, SENT)
         assert Invite.parse(renewed_invite(str(old), tmp_path)) == old
-        m = Enrollment(identity("me"), RUN, decoder(), store, None, "me", b"")
+        m = Enrollment(identity("me"), RUN, store, None, "me", b"")
         m.learn(
             [f"/ip4/2.2.2.2/tcp/{i}/p2p/{name}" for name in "BCD" for i in (1, 2)], own=["/ip4/3.3.3.3/tcp/1/p2p/ME"]
         )

@@ -11,7 +11,7 @@ from peer.node.node import Node
 from peer.node.options import NodeOptions
 from peer.node.rest import RestWish
 from peer.store import Store
-from protocol.message_codec import KeySigner, MessageDecoder
+from protocol.message_codec import KeySigner
 from protocol.messages import Directive, WorkReport
 from protocol.rounds import events
 from protocol.rounds.phase import Phase
@@ -49,9 +49,9 @@ def start_auditor(world: NodeWorld, *, rest: RestWish | None = None) -> tuple[No
     """Start an auditor whose disk is empty."""
     me, home = identity("watcher"), world.folder / "watcher"
     home.mkdir()
-    store, decoder = Store(home / "store", 1 << 40), MessageDecoder(world.spec.run_id, OWNER.key)
+    store = Store(home / "store", 1 << 40)
     ways_in = [address_of(world.key(n)) for n in world.nodes]
-    membership = Enrollment(me, world.spec, decoder, store, None, "", admission(world.spec, me).encoded, ways_in)
+    membership = Enrollment(me, world.spec, store, None, "", admission(world.spec, me).encoded, ways_in)
     node = world.build(membership, NodeOptions(home, device="cpu", auditor=True), owner=OWNER, rest=rest)
     assert node.work.auditor is not None
     process = Process()

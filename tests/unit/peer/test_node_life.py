@@ -17,10 +17,9 @@ from peer.node.node import Node
 from peer.node.options import NodeOptions
 from peer.node.snapshot import read_snapshot
 from peer.store import Store, StoreFull
-from protocol.message_codec import MessageDecoder
 from protocol.rounds.events import CertificateReceived
 from tests.support.coordinator_fakes import ChainMaker, make_spec, state
-from tests.support.specs import OWNER, identity
+from tests.support.specs import identity
 from tests.support.waiting import NEVER, ended, until
 
 SPEC = make_spec(genesis={"digest": state(0).hex(), "size": 524_288})
@@ -45,8 +44,7 @@ def folder(tmp_path: Path, monkeypatch) -> Path:
 
 
 def node(folder: Path, store: Store, *, observer: bool = True) -> Node:
-    decoder = MessageDecoder(SPEC.run_id, OWNER.key)
-    membership = Enrollment(identity("me"), SPEC, decoder, store, None, "me", b"")
+    membership = Enrollment(identity("me"), SPEC, store, None, "me", b"")
     return build_node(membership, NodeOptions(folder, observer=observer))
 
 

@@ -23,7 +23,6 @@ from peer.training.parallel.parallel_dims import ParallelDims, memory
 from peer.training.parallel.plans import limits
 from peer.training.single_process import SingleProcessBackend
 from peer.training.trainer import Trainer
-from peer.units import byte_size
 from protocol.codec import make_codec
 from protocol.ids import PeerKey
 from protocol.layout import REFERENCE_NORMS
@@ -31,6 +30,7 @@ from protocol.outer import Contribution
 from protocol.spec import RunSpec
 from protocol.state import state_digest, state_layout
 from protocol.training_memory import model_bytes, round_bytes
+from protocol.units import byte_size
 from tests.support.mapped import is_in_a_file_of
 from tests.support.specs import tiny_spec
 from tests.support.trainer_world import World

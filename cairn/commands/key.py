@@ -1,0 +1,21 @@
+"""`cairn peer key`: this machine's public key, for a run that admits only the keys in its run file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from cairn.commands.options import home_option
+
+
+@click.command()
+@home_option("Where the identity is kept.")
+def key(home: Path) -> None:
+    """Print the public key of this machine's peer, for `admission.allow` and `founders` in a run file.
+
+    If the machine has no identity yet, one is made, and its peer joins under it. The private key stays in identity.key.
+    """
+    from peer.keyfile import load_or_make
+
+    click.echo(load_or_make(home / "identity.key").key.hex())
