@@ -20,6 +20,7 @@ EXAMPLES = {
     "peer doctor": "INVITE --device cuda:0",
     "peer invite": "INVITE",
     "peer join": "INVITE --name ada --device cuda:0",
+    "peer key": "",
     "peer leave": "",
     "peer pause": "",
     "peer resume": "",

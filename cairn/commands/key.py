@@ -12,7 +12,7 @@ from cairn.commands.options import home_option
 @click.command()
 @home_option("Where the identity is kept.")
 def key(home: Path) -> None:
-    """Print the public key of this machine's peer, for `admission.allow` and `founders` in a run file.
+    """Print the public key of this machine's peer, for `admission.allow` and `admission.founders` in a run file.
 
     If the machine has no identity yet, one is made, and its peer joins under it. The private key stays in identity.key.
     """

@@ -13,21 +13,28 @@ from protocol.training_memory import model_bytes
 def training_memory(
     layout: Layout, config: Mapping[str, Any], inner: InnerSpec, window: int, frozen: int = 0, *, on_cpu: bool = False
 ) -> int:
-    """Estimate the bytes on one GPU: what a step holds, casts of one weight, and activations of one window.
+    """Estimate the bytes on one GPU: what a step holds, and activations of one window.
 
     A trainer splits a step until it fits, and then computes activations again: more windows at once, or kept
-    activations, are faster, and not needed. `window`: its tokens. `frozen`: bytes of a frozen base; its output layer
-    counts as cast, as one that shares the embeddings is. Activations are each layer's input, and 34 bytes a token and
-    hidden unit of one layer (Korthikanti et al. 2022, without attention scores), in bf16; and fp32 logits with their
-    gradient. On a CPU a step computes in fp32, and keeps the activations of every layer: a system that runs out of
-    memory there ends the process instead. A config whose sizes have other names counts without them.
+    activations, are faster, and not needed. `window`: its tokens. `frozen`: bytes of a frozen base.
+
+    Each layer's input is kept, in fp32. Beside these are most in the loss (fp32 logits, and their gradients), or in a
+    layer's backward pass (its activations in bf16, and casts of one weight with its gradient; of a frozen base those of
+    the output layer, which may share the embeddings). On a CPU a step computes in fp32, and keeps the activations of
+    every layer: a system that runs out of memory there ends the process instead. The factors were measured for Llama's
+    layers. A config whose sizes have other names counts without them.
     """
     hidden, vocabulary = _size(config, "hidden_size", "n_embd"), _size(config, "vocab_size")
     layers = _size(config, "num_hidden_layers", "n_layer")
-    kept = 2 * 34 * hidden * layers if on_cpu else 2 * hidden * layers + 34 * hidden
-    activations = window * (kept + 10 * vocabulary)
+    experts = max(1, _size(config, "num_experts_per_tok"))
+    inner_width = experts * _size(config, "moe_intermediate_size", "intermediate_size", "n_inner") or 4 * hidden
+    kept, layer = 4 * hidden * layers, (42 * hidden + 14 * inner_width if frozen else 34 * hidden + 12 * inner_width)
+    if on_cpu:
+        kept, layer = (40 * hidden + 16 * inner_width) * layers, 8 * (hidden + inner_width)
     casts = max(6 * max(t.numel for t in layout.tensors), 2 * hidden * vocabulary if frozen else 0)
-    return frozen + model_bytes(layout, config, inner) + casts + activations
+    logit = 12 + (4 if on_cpu else 2) * bool(config.get("final_logit_softcapping"))  # as Gemma 2 has it
+    most = max(logit * window * vocabulary, window * max(2 * vocabulary, layer) + casts)
+    return frozen + model_bytes(layout, config, inner) + window * kept + most
 
 
 def eight_bit_saving(layout: Layout, config: Mapping[str, Any], inner: InnerSpec, audit: AuditSpec, memory: int) -> int:

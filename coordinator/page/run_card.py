@@ -26,7 +26,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 def run_card(spec: RunSpec, began: float | None, invite: Invite | None, about: AboutTable) -> dict[str, Any]:
     """Return the run as a JSON value; `began` is when its first round was certified, in unix seconds."""
-    data = spec.data
+    data, adapter = spec.data, spec.model.adapter
     return {
         "name": spec.name,
         "run": str(spec.run_id),
@@ -38,6 +38,8 @@ def run_card(spec: RunSpec, began: float | None, invite: Invite | None, about: A
             "type": str(spec.model.config["model_type"])[:MAX_TYPE],
             "parameters": spec.model.layout.numel,
             "bytes": spec.genesis.size,
+            "adapter": adapter
+            and {"rank": adapter.rank, "alpha": adapter.alpha, "dtype": adapter.dtype, "base": adapter.parameters},
         }
         | _sizes(spec.model.config),
         "data": {

@@ -189,18 +189,24 @@ class InnerOptimizer:
             if i and not go_on():
                 self._zero_gradients()
                 return None
-            inputs = inputs_of(piece, self.conversations)
-            logits = self._logits(inputs)
-            loss = each * cross_entropy(
-                logits.flatten(0, 1).float(), inputs.targets.flatten(), ignore_index=IGNORED, reduction="sum"
-            )
-            loss.backward()
-            del logits  # between two passes other work needs the memory
+            total += self._add_gradient(piece, each)
             self._yield_hook()
-            total += loss.detach()
         norm = nn.utils.clip_grad_norm_(self.parameters.values(), self.spec.clip_norm)
         loss_value, norm_value = torch.stack([total, norm.to(total)]).tolist()  # the step's one wait for the device
         return StepResult(loss_value, math.isfinite(loss_value) and math.isfinite(norm_value))
+
+    def _add_gradient(self, windows: Tensor, each: float) -> Tensor:
+        """Add the gradient of `each` times the sum of the windows' losses; return that."""
+        inputs = inputs_of(windows, self.conversations)
+        # Only the loss keeps what it needs of the logits, which are the largest tensor of a step.
+        loss = each * cross_entropy(
+            self._logits(inputs).flatten(0, 1).float(),
+            inputs.targets.flatten(),
+            ignore_index=IGNORED,
+            reduction="sum",
+        )
+        loss.backward()
+        return loss.detach()
 
     def _logits(self, inputs: ModelInputs) -> Tensor:
         apart = packed_sequences.documents_apart(inputs.positions is not None)

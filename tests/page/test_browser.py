@@ -414,6 +414,21 @@ def test_the_owners_words_about_the_run_are_text(world, tab):
     assert "<b>Stories</b>" in text(page, ".card") and page.locator(".card b").count() == 0
 
 
+def test_a_run_of_an_adapter_says_what_is_trained_and_that_its_checkpoint_is_no_model(world, tab):
+    def with_adapter(route: Any) -> None:
+        run = route.fetch().json()
+        run["model"]["adapter"] = {"rank": 8, "alpha": 16, "dtype": "nf4", "base": 7_000_000_000}
+        route.fulfill(json=run)
+
+    page = tab(world, "#model")
+    until(page, "document.querySelector('#view')?.innerText.includes('AutoModelForCausalLM')")
+    page.route("**/api/run", with_adapter)
+    page.reload()
+    until(page, "document.querySelector('#view')?.innerText.includes('on a frozen base of')")
+    said = text(page, "#view")
+    assert "LoRA of rank 8, alpha 16" in said and "--merge" in said and "AutoModelForCausalLM" not in said
+
+
 @pytest.fixture(scope="module")
 def audited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     world = audited_world(tmp_path_factory.mktemp("audited"))

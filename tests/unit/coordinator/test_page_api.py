@@ -43,11 +43,12 @@ from coordinator.peer_registry import PHASES
 from protocol.ids import Digest
 from protocol.invite import HostPort, Invite
 from protocol.ledger.credit_text import credit_text
+from protocol.spec import RunSpec
 from tests.page.log_fakes import FakeLog
 from tests.page.world import World
 from tests.support.coordinator_fakes import PARAMETERS, FakeSwarm, make_spec, overview, peer
 from tests.support.coordinator_service import running
-from tests.support.specs import OWNER, identity
+from tests.support.specs import OWNER, identity, spec_fields
 from tests.support.waiting import LIMIT, NEVER, until
 
 ROUNDS = 9
@@ -208,8 +209,8 @@ def test_the_run_is_shown_in_short_with_an_invite_that_has_no_code(world, get):
     run = get.get("/api/run").json()
     spec = world.swarm.spec
     assert run["model"] == {
-        "type": "llama", "parameters": PARAMETERS, "bytes": spec.genesis.size, "layers": 2, "width": 32, "heads": 2,
-        "context": 64, "vocabulary": 256,
+        "type": "llama", "parameters": PARAMETERS, "bytes": spec.genesis.size, "adapter": None, "layers": 2,
+        "width": 32, "heads": 2, "context": 64, "vocabulary": 256,
     }  # fmt: skip
     assert run["about"] == {"description": "<b>Stories</b>", "contact": "ada@example.org", "license": "data: CC0"}
     assert run["data"]["tokens"] == 10_000 and run["data"]["windows"] == spec.data.train_windows
@@ -220,6 +221,14 @@ def test_the_run_is_shown_in_short_with_an_invite_that_has_no_code(world, get):
     assert get.get("/invite.svg").headers["content-type"] == "image/svg+xml"
     page = get.get("/").text
     assert "<title>tiny stories</title>" in page and 'content="tiny stories: a language model' in page
+
+
+def test_an_adapter_is_shown_with_its_base():
+    fields = spec_fields()
+    base = {"digest": "ab" * 32, "size": 4_000_000_000}
+    fields["model"]["adapter"] = {"rank": 4, "alpha": 8, "dtype": "nf4", "base": base, "parameters": 7_000_000_000}
+    model = run_card(RunSpec.model_validate(fields), None, None, AboutTable())["model"]
+    assert model["adapter"] == {"rank": 4, "alpha": 8.0, "dtype": "nf4", "base": 7_000_000_000}
 
 
 @pytest.mark.parametrize("mode", ["invite", "allow"])

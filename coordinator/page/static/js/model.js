@@ -21,7 +21,8 @@ function card(run, tokens) {
   const sparse = codec.kind === "sparse" ? `, ${codec.k} of 4096 coordinates` : "";
   return el("div", { class: "card" },
     el("section", {}, el("h3", {}, "Model"), list([
-      ["Type", m.type], ["Parameters", whole(m.parameters)], ["Layers", m.layers && String(m.layers)],
+      ["Type", m.type], ["Parameters", whole(m.parameters)],
+      ["Adapter", m.adapter && `LoRA of rank ${m.adapter.rank}, alpha ${m.adapter.alpha}, on a frozen base of ${short(m.adapter.base)} parameters in ${m.adapter.dtype}`], ["Layers", m.layers && String(m.layers)],
       ["Width", m.width && `${m.width}${m.heads ? `, ${m.heads} heads` : ""}`],
       ["Vocabulary", m.vocabulary && `${whole(m.vocabulary)} tokens`], ["Context", m.context && `${whole(m.context)} tokens`],
     ])),
@@ -48,16 +49,20 @@ function card(run, tokens) {
     ])));
 }
 
+// How a checkpoint becomes a model. Without its base an adapter's file loads as a model of random weights.
+const use = (adapter) => adapter
+  ? ["A checkpoint holds the adapter alone: ", el("code", {}, "cairn export"), " makes a folder that ", el("code", {}, "peft"), " loads, and with ", el("code", {}, "--merge"), " a whole model."]
+  : ["A checkpoint loads with ", el("code", {}, "AutoModelForCausalLM.from_pretrained"), "; ", el("code", {}, "cairn export"), " makes a folder without the outer optimizer's momentum."];
+
 export class Model {
   constructor(root) {
     this.card = el("div");
     this.samples = el("div");
     this.checkpoints = el("div");
+    this.use = el("p", { class: "note" });
     root.append(el("h2", {}, "What is trained"), this.card,
       el("p", { class: "note" }, "From the run spec, which the owner signed and nobody can change, except about, license and contact. A directive can change rounds."),
-      el("h2", {}, "What it writes"), this.samples, el("h2", {}, "Checkpoints"), this.checkpoints,
-      el("p", { class: "note" }, "A checkpoint loads with ", el("code", {}, "AutoModelForCausalLM.from_pretrained"), "; ", el("code", {}, "cairn export"),
-        " makes a folder without the outer optimizer's momentum. The state digest is the digest of model.safetensors: the chain vouches for it."));
+      el("h2", {}, "What it writes"), this.samples, el("h2", {}, "Checkpoints"), this.checkpoints, this.use);
     this.at = 0;
   }
 
@@ -72,7 +77,10 @@ export class Model {
   async load(tokens) {
     const [run, samples, checkpoints] = await Promise.all([askOr(null, "/api/run"), askOr([], "/api/samples"), askOr([], "/api/checkpoints")]);
     if (this.closed) return;
-    if (run) this.card.replaceChildren(card(run, tokens));
+    if (run) {
+      this.card.replaceChildren(card(run, tokens));
+      this.use.replaceChildren(...use(run.model.adapter), " The state digest is the digest of model.safetensors: the chain vouches for it.");
+    }
     const rounds = [...new Set(samples.map((s) => s.round))];
     const opened = new Set([...this.samples.querySelectorAll("details[open]")].map((d) => d.dataset.round));
     this.samples.replaceChildren(...(rounds.length ? rounds.map((round, i) => {
