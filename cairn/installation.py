@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote, urlsplit
 
 from cairn import ROOT
-from coordinator.extras import DISTRIBUTION
 from protocol.errors import CairnError
+from protocol.extras import DISTRIBUTION
 
 if TYPE_CHECKING:
     from importlib.metadata import Distribution

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from protocol.errors import MalformedError, SpecError
+from protocol.extras import install
 from protocol.layout import Layout
 from protocol.model import build_model, one_line, seeded
 from protocol.quantised import ABSMAX, BITSANDBYTES_MISSING, QuantisedForm, QuantisedLinear, check_kernels
@@ -27,11 +28,7 @@ from protocol.state import FileBytes, tensors_in
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-REQUIREMENT = "peft>=0.18,<1"
-PEFT_MISSING = (
-    f"this run trains a LoRA adapter, which needs one more package: pip install '{REQUIREMENT}' (installed by pipx: "
-    f"pipx inject cairn-swarm '{REQUIREMENT}')"
-)
+PEFT_MISSING = f"this run trains a LoRA adapter, which needs one more package: {install('lora')}"
 NAME = "default"
 """The adapter's name, which `peft` puts into the names of its parameters."""
 _WRAPPED = re.compile(r"\.(?:base_layer\.)+")

@@ -63,7 +63,7 @@ from protocol.record_node import RecordNode, note_message
 from protocol.reduce_plan import GATHER, ReducePlan
 from protocol.spec import is_total_reached
 from protocol.stake import STAKE_ROUNDS, StakeRule, is_majority
-from protocol.update_weights import weigh
+from protocol.update_weights import countable, weigh
 
 WITHOUT_BANNED = "without the peers whom the run's owner has banned it had no quorum"
 
@@ -209,6 +209,13 @@ class Chain:
         most, _ = self.limits.round_limits(node.directives)
         weighed = weigh([(u.body.windows, node.history(u.author)) for u in updates], node.height, most)
         return () if all(w == u.body.windows for w, u in zip(weighed, updates, strict=True)) else weighed
+
+    def countable(self, parent: Digest, author: PeerKey) -> int:
+        """Return the most windows that an author's claim counts for while peers decide when to end the round."""
+        node = self._node(parent)
+        most, _ = self.limits.round_limits(node.directives)
+        newest = () if node.certificate is None else node.certificate.record.body.weighed
+        return countable(node.history(author), node.height, newest, most)
 
     def voided(self, parent: Digest, directive: Signed[Directive] | None, decisions: Collection[AuditDecision]) -> int:
         """Return the `voided` of a record with these after `parent`. Raises ChainError."""

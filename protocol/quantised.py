@@ -21,14 +21,11 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from protocol.errors import SpecError
+from protocol.extras import install
 from protocol.layout import TensorShape
 from protocol.model import one_line
 
-REQUIREMENT = "bitsandbytes>=0.48,<1"
-BITSANDBYTES_MISSING = (
-    f"this run's frozen base is quantised, which needs one more package: pip install '{REQUIREMENT}' (installed by "
-    f"pipx: pipx inject cairn-swarm '{REQUIREMENT}')"
-)
+BITSANDBYTES_MISSING = f"this run's frozen base is quantised, which needs one more package: {install('qlora')}"
 BLOCK = 64
 """Values that share a scale, over the flattened weight."""
 ABSMAX = ".absmax"

@@ -614,10 +614,15 @@ def parse_spec(data: bytes) -> RunSpec:
 
 
 def sign_spec(owner: Identity, spec: RunSpec) -> Envelope:
-    """Return the signed spec. Raises SpecError when the key is not the owner's."""
+    """Return the signed spec. Raises SpecError when the key is not the owner's, or the spec exceeds MAX_SPEC."""
     if owner.key != spec.owner_key:
         raise SpecError(f"this run is owned by {spec.owner[:8]}, not by the key {owner.key.short}")
-    return seal(owner, KIND, spec.canonical())
+    if len(encoded := spec.canonical()) > MAX_SPEC:
+        raise SpecError(
+            f"the run spec has {len(encoded):,} bytes, and peers read at most {MAX_SPEC:,}: shorten admission.allow, "
+            "train fewer tensors (model.adapter.targets), or take a model with fewer"
+        )
+    return seal(owner, KIND, encoded)
 
 
 def open_spec(encoded: bytes, run: RunId) -> RunSpec:

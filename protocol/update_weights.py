@@ -25,6 +25,13 @@ After the hold its windows are stake for as long.
 MEAN_UPDATES = 5
 """The last updates of an author that bound its next one: a weight doubles in about eight, sooner if it is small."""
 
+COUNTED = 4
+"""Times the limit of its weight that an update's claim counts when peers decide whether a round's target is reached.
+
+Without a bound one key could end everybody's rounds. With 1, the few who are left when most have gone would train each
+round for `max_seconds`, until their limits have grown.
+"""
+
 BACKLOG_UPDATES = 16
 """Bound on an author's backlog, in updates of the largest claim: one that becomes ten times as fast stays below it."""
 
@@ -60,6 +67,19 @@ class AuthorHistory:
         return replace(self, weighed=(), backlog=0)
 
 
+def countable(history: AuthorHistory, round_: int, newest: Sequence[int], most: int) -> int:
+    """Return the most windows of an author's claim that bring a round closer to its target.
+
+    `newest`: the weighed windows of the record before, if it has any; a newcomer's limit is their lower quartile.
+    """
+    of_newcomers = _lower_quartile(newest) if newest else most
+    return min(most, COUNTED * max(history.limit(round_) or 0, of_newcomers))
+
+
+def _lower_quartile(windows: Sequence[int]) -> int:
+    return sorted(windows)[(len(windows) - 1) // 4]
+
+
 def weigh(claims: Sequence[tuple[int, AuthorHistory]], round_: int, most: int) -> tuple[int, ...]:
     """Return the weighed windows of each update of a round, from its claimed windows (1 or more) and its author.
 
@@ -70,6 +90,5 @@ def weigh(claims: Sequence[tuple[int, AuthorHistory]], round_: int, most: int) -
     limits = [history.limit(round_) for _, history in claims]
     wanted = [min(most, claimed + history.backlog) for claimed, history in claims]
     known = [min(want, limit) for want, limit in zip(wanted, limits, strict=True) if limit is not None]
-    ordered = sorted(known or [claimed for claimed, _ in claims])
-    of_newcomers = ordered[(len(ordered) - 1) // 4]
+    of_newcomers = _lower_quartile(known or [claimed for claimed, _ in claims])
     return tuple(min(want, max(limit or 0, of_newcomers)) for want, limit in zip(wanted, limits, strict=True))

@@ -185,6 +185,17 @@ def show(results: Mapping[str, Any]) -> str:
     )
 
 
+def transports(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table of the cases that were played by QUIC and by TCP alone."""
+    by_tcp = {r["name"].removesuffix("-no-udp"): r["seconds"] for r in rows if not r["udp"]}
+    cells = [
+        [r["name"], *(round(s, 1) for s in (r["floor"], r["seconds"], by_tcp[r["name"]], r["plain"]))]
+        for r in rows
+        if r["name"] in by_tcp and r["udp"]
+    ]
+    return report.table(["case", "floor", "by QUIC", "by TCP", "plain TCP"], cells)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Measure, print, save. Return 1 when a goal is missed."""
     parser = report.command_line(__doc__ or "", "transfer")

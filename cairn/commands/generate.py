@@ -29,7 +29,17 @@ def generate(checkpoint: Path, **options: Any) -> None:
 
     CHECKPOINT is a run's folder, an archived state, a checkpoint file, or a model that `cairn export` made.
     """
-    click.echo(generate_text(checkpoint, **options))
+    try:
+        click.echo(generate_text(checkpoint, **options))
+    except RuntimeError as e:
+        import torch  # not for those who ask for help
+
+        if not isinstance(e, torch.OutOfMemoryError):
+            raise
+        raise CairnError(
+            "the GPU's memory does not suffice: a model takes 4 bytes a parameter here, and so does an adapter's base; "
+            "leave out --device to use the CPU, or stop other programs on the GPU"
+        ) from None
 
 
 def generate_text(
@@ -41,9 +51,8 @@ def generate_text(
     With `temperature` 0 each token is the likeliest. Raises CairnError when there is no checkpoint, the prompt is
     empty, or there is no such device.
     """
-    from tokenizers import Tokenizer
-
     from cairn.checkpoints import find_checkpoint
+    from coordinator.authoring.tokens import open_tokenizer
     from coordinator.checkpoints.archive import MANIFEST
     from coordinator.checkpoints.evaluation import continue_prompt, load_archived
     from coordinator.checkpoints.evaluation_job import added_text, question
@@ -56,7 +65,7 @@ def generate_text(
             f"{checkpoint}: an adapter alone: name its run's folder, or a whole model that `cairn export --merge` makes"
         )
     found = None if there == {MODEL, TOKENIZER} else find_checkpoint(checkpoint)
-    tokenizer = Tokenizer.from_file(str(checkpoint / TOKENIZER if found is None else found.tokenizer))
+    tokenizer = open_tokenizer(checkpoint / TOKENIZER if found is None else found.tokenizer)
     ids = tokenizer.encode(prompt).ids
     if not ids:
         raise CairnError("the prompt is empty: write at least one word")

@@ -7,7 +7,7 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordinator import extras
+from protocol import extras
 from protocol.errors import CairnError
 from protocol.spec import RunSpec
 

@@ -57,12 +57,17 @@ def check_vocabulary(run_file: RunFile, size: int) -> None:
 
 
 def check_windows(run_file: RunFile, manifest: Manifest) -> None:
-    """Raise RunFileError if no shard holds a window, or they were packed into windows of another size."""
+    """Raise RunFileError if no shard holds a window, no update a step, or windows have another size."""
     packed = manifest.conversations
     if packed is not None and packed.window != run_file.data.window:
         raise RunFileError(
             f"{run_file.path}: data.window: these conversations were packed into windows of {packed.window} tokens: "
             "write that, or prepare them again"
+        )
+    if packed is not None and run_file.round.max_update_tokens < (step := run_file.inner.batch * packed.window_tokens):
+        raise RunFileError(
+            f"{run_file.path}: round.max_update_tokens: must allow one inner step, batch windows of "
+            f"{packed.window_tokens} trained tokens = {step}"
         )
     if not any(windows_in(s.tokens, run_file.data.window) for s in manifest.train.shards):
         raise RunFileError(

@@ -18,11 +18,11 @@ def training_memory(
     A trainer splits a step until it fits, and then computes activations again: more windows at once, or kept
     activations, are faster, and not needed. `window`: its tokens. `frozen`: bytes of a frozen base.
 
-    Each layer's input is kept, in fp32. Beside these are most in the loss (fp32 logits, and their gradients), or in a
-    layer's backward pass (its activations in bf16, and casts of one weight with its gradient; of a frozen base those of
-    the output layer, which may share the embeddings). On a CPU a step computes in fp32, and keeps the activations of
-    every layer: a system that runs out of memory there ends the process instead. The factors were measured for Llama's
-    layers. A config whose sizes have other names counts without them.
+    Each layer's input is kept, in fp32. The most beside these is in the loss, or in a backward pass. The loss has fp32
+    logits, and their gradients. A backward pass has a layer's activations in bf16, and casts of one weight and its
+    gradient. A frozen base has those of an output layer alone, which may share the embeddings. On a CPU a step computes
+    in fp32, and keeps the activations of every layer: a system that runs out of memory there ends the process instead.
+    The factors were measured for Llama's layers. A config whose sizes have other names counts without them.
     """
     hidden, vocabulary = _size(config, "hidden_size", "n_embd"), _size(config, "vocab_size")
     layers = _size(config, "num_hidden_layers", "n_layer")

@@ -199,6 +199,17 @@ def _read(path: Path) -> tuple[Tokenizer, bytes]:
         raise DataInputError(f"{path}: not a tokenizer.json that the tokenizers library reads: {e}") from None
 
 
+def open_tokenizer(path: Path) -> Tokenizer:
+    """Return the tokenizer in a tokenizer.json, without the padding and truncation that it may ask for.
+
+    Raises DataInputError.
+    """
+    tokenizer, _ = _read(path)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
 def _made(tokenizer: Tokenizer, file: bytes, end: str, where: str) -> RunTokenizer:
     end_id = tokenizer.token_to_id(end)
     if end_id is None:

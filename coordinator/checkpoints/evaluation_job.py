@@ -109,11 +109,10 @@ def _samples(job: Row, model: torch.nn.Module, data: DataSpec, folder: Path, sha
 
     In a run of conversations a prompt is a user's message, and the model answers it.
     """
-    from tokenizers import Tokenizer
-
+    from coordinator.authoring.tokens import open_tokenizer
     from coordinator.checkpoints.evaluation import continue_prompt
 
-    tokenizer: Tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer = open_tokenizer(folder / "tokenizer.json")
     tokens = min(job["sample_tokens"], data.window // 2)
     chat = None if data.conversations is None else data.conversations.chat
     ends = [] if chat is None else chat.end_tokens

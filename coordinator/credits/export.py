@@ -8,8 +8,8 @@ import io
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from coordinator import extras
 from coordinator.errors import CoordinatorError
+from protocol import extras
 from protocol.ledger.audit import CreditedRounds
 
 CSV_TYPE = "text/csv; charset=utf-8"

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from coordinator import extras
 from coordinator.errors import LedgerConflictError, LedgerError
 from coordinator.ledger import schema
 from coordinator.ledger.database import Database, SqliteDatabase
 from coordinator.ledger.queries import BALANCES, LedgerQueries
 from coordinator.ledger.rows import AdmissionRow, BindingRow, RefusedUpdate
+from protocol import extras
 from protocol.errors import LedgerRuleError, MalformedError
 from protocol.ids import Digest, PeerKey, Round
 from protocol.ledger.credits import CreditRule, PeerBalances, RoundCredits

@@ -33,6 +33,8 @@ READ_CHUNKS = 16
 """Chunks of one request to an address."""
 READ_SECONDS = 20.0
 FETCH_SECONDS = 3600.0
+RETRIES = 5
+"""Requests in a row that fail before an address is given up: the pauses between them are a minute."""
 LEAST_RATE = 500_000
 """Bytes a second that a large blob must arrive at; what came before it is kept for the next start."""
 
@@ -114,6 +116,7 @@ def read_from_address(
     arriving = store.receive(blob, size, [raw[i : i + 32] for i in range(0, len(raw), 32)])
     if arriving is None:
         return
+    failures = 0
     try:
         while (missing := arriving.missing()) and not stopped.is_set():
             first = missing[0]
@@ -121,7 +124,16 @@ def read_from_address(
             sizes = [chunk_size(size, i) for i in run]
             for each in sizes:  # one by one, so that others have their turn
                 take(each)
-            data = source.chunk(blob, first * CHUNK, sum(sizes), "safetensors")
+            try:
+                data = source.chunk(blob, first * CHUNK, sum(sizes), "safetensors")
+            except PeerError as e:  # of thousands of requests one may fail
+                failures += 1
+                if failures > RETRIES:
+                    raise
+                log.info("%s; it is asked again", e)
+                stopped.wait(2.0**failures)
+                continue
+            failures = 0
             for i in run:
                 arriving.write(i, data[(i - first) * CHUNK : (i - first + 1) * CHUNK])
         if not arriving.left:

@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import async_timeout
 
@@ -114,7 +115,7 @@ class TrainerSupervisor:
         self._owed.clear()
         if self.stopping:
             link.kill()
-        seconds = START_SECONDS + (self.start.base.stat().st_size / BASE_RATE if self.start.base is not None else 0.0)
+        seconds = START_SECONDS + _size_of(self.start.base) / BASE_RATE
         self._expect_answer(f"was not ready within {seconds:.0f} s", seconds)
         try:
             await link.send(replace(self.start, gpu_memory=self.gpu_memory()))
@@ -211,3 +212,11 @@ class TrainerSupervisor:
             self._ready_link = asyncio.get_running_loop().create_future()
         self._ready_link.set_exception(TrainerDied(reason))
         self._ready_link.exception()  # marks it as retrieved: nobody may be waiting for it
+
+
+def _size_of(base: Path | None) -> int:
+    """Return the bytes of a frozen base; 0 without one, or if it is gone, which the trainer says."""
+    try:
+        return 0 if base is None else base.stat().st_size
+    except OSError:
+        return 0

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from peer.errors import TrainingError
+from protocol.extras import install
 from protocol.model import one_line
-from protocol.quantised import REQUIREMENT, imported
+from protocol.quantised import imported
 from protocol.spec import InnerSpec, RunSpec
 from protocol.training_memory import BLOCK, LEAST
 
@@ -133,8 +134,5 @@ def refusal(spec: RunSpec, ranks: int = 1) -> str:
     if ranks > 1:
         return f"--moments 8bit is for one process, and here {ranks} train: add --parallel dp=1, or leave it out"
     if find_spec("bitsandbytes") is None:
-        return (
-            f"--moments 8bit needs one more package: pip install '{REQUIREMENT}' (installed by pipx: "
-            f"pipx inject cairn-swarm '{REQUIREMENT}')"
-        )
+        return f"--moments 8bit needs one more package: {install('qlora')}"
     return ""

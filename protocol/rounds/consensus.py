@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache, partial
 
 from protocol.errors import MalformedError
 from protocol.ids import Digest, PeerKey, sha256
@@ -63,6 +65,9 @@ class Consensus:
         """The exchange of the open round; None when there is no round."""
 
         self._awaited_members: AwaitedMembers | None = None
+        self._countable: Callable[[PeerKey], int] = lambda key: 0
+        """The most windows of a peer's claim that count for the round."""
+
         self.work = TrainingProgress(0, 0.0, 0.0)
         """Our trainer's work that no update covers yet."""
 
@@ -93,7 +98,8 @@ class Consensus:
         self._awaited_members = AwaitedMembers(context, round_, self.exchange, lasted)
         self._repeats = 0
         self._headers_compared = 0
-        context.members.watch(parent, round_.number)
+        self._countable = lru_cache(2 * context.policy.max_members)(partial(context.chain.countable, parent))
+        context.members.watch(parent, round_.number, self._countable)
         return round_
 
     def reopen(self) -> None:
@@ -392,7 +398,8 @@ class Consensus:
             return True
         members, number = context.members, round_.number
         headers = {author: h for author, h in round_.headers.items() if author in round_.direct_authors}
-        announced = sum(h.body.windows for a, h in headers.items() if not members.is_doubted(a, number))
+        trusted = {a: h.body.windows for a, h in headers.items() if not members.is_doubted(a, number)}
+        announced = sum(min(windows, self._countable(author)) for author, windows in trusted.items())
         target, total = context.policy.target_windows, self.work.windows + announced + members.windows
         if total >= target or not headers:
             return total >= target

@@ -140,6 +140,7 @@ class Members:
             "equivocated": self.equivocated,
         }  # fmt: skip
         self._parent: Digest | None = None
+        self._countable: Callable[[PeerKey], int] = lambda key: 0
         self._number = 0
         self._counted: dict[PeerKey, int] = {}
         """Windows of members that train in the watched round and have not announced."""
@@ -265,9 +266,10 @@ class Members:
         """Number of members that train in the watched round and have not announced."""
         return len(self._counted)
 
-    def watch(self, parent: Digest, number: int) -> None:
-        """Count for the round after a record, of this number, from now on."""
+    def watch(self, parent: Digest, number: int, countable: Callable[[PeerKey], int]) -> None:
+        """Count for the round after a record, of this number, from now on. `countable`: the most of a peer's claim."""
         self._parent = parent
+        self._countable = countable
         self._number = number
         self._counted.clear()
         self._announced.clear()
@@ -284,7 +286,7 @@ class Members:
         self.windows -= self._counted.pop(member.key, 0)
         counts = member.key not in self._announced and not self.is_doubted(member.key, self._number)
         if self._parent is not None and counts and member.trains_in(self._parent):
-            windows = min(member.beat.windows, self._policy.max_update_windows)
+            windows = min(member.beat.windows, self._countable(member.key))
             self._counted[member.key] = windows
             self.windows += windows
 

@@ -269,19 +269,23 @@ class Deserter(SoloCertifier):
         super().act()
 
 
-class OverClaimer(Attacker):
-    """Claims the most windows in each update, and in its heartbeats."""
+class Hurrier(Attacker):
+    """Claims the most windows in its heartbeats. Nobody audits these."""
+
+    def broadcast(self, message) -> None:
+        if self.betrays and isinstance(message.body, Heartbeat) and message.author == self.key:
+            message = self.signer.sign(replace(message.body, windows=self.world.policy.max_update_windows))
+        super().broadcast(message)
+
+
+class OverClaimer(Hurrier):
+    """Claims the most windows in each update, too."""
 
     def step(self, event) -> None:
         if self.betrays and isinstance(event, ev.UpdateReady) and event.blob is not None:
             self.world.fakes.add(event.blob)
             event = replace(event, end_window=event.first_window + self.world.policy.max_update_windows)
         super().step(event)
-
-    def broadcast(self, message) -> None:
-        if self.betrays and isinstance(message.body, Heartbeat) and message.author == self.key:
-            message = self.signer.sign(replace(message.body, windows=self.world.policy.max_update_windows))
-        super().broadcast(message)
 
 
 class LiesOnce(OverClaimer):
@@ -406,6 +410,6 @@ Make = Callable[..., Attacker]
 """An attacker's class, or a `functools.partial` of one."""
 
 ATTACKERS: tuple[type[Attacker], ...] = (
-    SiblingMaker, SoloCertifier, FrontRunner, OverClaimer, NeverVotes, Withholding, Censor, SybilLister,
+    SiblingMaker, SoloCertifier, FrontRunner, Hurrier, OverClaimer, NeverVotes, Withholding, Censor, SybilLister,
 )  # fmt: skip
 """The strategies that random scenarios draw from."""

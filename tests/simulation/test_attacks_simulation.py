@@ -9,6 +9,7 @@ from functools import cache, partial
 
 import pytest
 
+from protocol import update_weights
 from protocol.audits import AuditRule, due_audits
 from protocol.ids import Digest, PeerKey
 from protocol.messages import AuditDecision, WorkReport
@@ -23,6 +24,7 @@ from tests.simulation.attackers import (
     Deserter,
     EarlyCertifier,
     FrontRunner,
+    Hurrier,
     LiesOnce,
     LyingAuditor,
     NeverVotes,
@@ -215,6 +217,12 @@ def keys(siege: Siege, *, honest: bool) -> set[PeerKey]:
     return {node.key for node in siege.world.nodes if node.honest is honest}
 
 
+@pytest.mark.parametrize("honest, attackers, late", [(4, 1, False), (8, 2, False), (4, 1, True)])
+def test_claims_in_heartbeats_make_rounds_half_as_long_at_most(honest, attackers, late):
+    damage = Siege([partial(Hurrier, late=late)] * attackers, honest=honest).run()
+    assert damage.seconds_a_round > 0.5 * usual(honest + attackers)
+
+
 @pytest.mark.parametrize("honest, attackers, late", [(4, 1, False), (5, 2, False), (4, 2, True)])
 def test_the_largest_claims_get_no_more_than_their_share(honest, attackers, late):
     siege = Siege([partial(OverClaimer, late=late)] * attackers, honest=honest, audits=True)
@@ -352,6 +360,12 @@ def test_without_support_a_lone_certifier_takes_all_rounds(monkeypatch):
     monkeypatch.setattr(Consensus, "is_supported", lambda *_: True)
     with pytest.raises(Broken, match="100% of the windows"):
         check_share(Siege([FrontRunner]).run(), 1 / 5)
+
+
+@pytest.mark.long
+def test_without_a_bound_claims_in_heartbeats_end_each_round_at_once(monkeypatch):
+    monkeypatch.setattr(update_weights, "COUNTED", 10**6)
+    assert Siege([Hurrier]).run().seconds_a_round < 0.2 * usual(5)
 
 
 @pytest.mark.long

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator import extras
 from coordinator.authoring.toml_file import tomllib
+from protocol import extras
 from tests.support.wheel import build_wheel
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,11 +65,11 @@ def test_on_windows_the_install_says_where_cairn_runs(monkeypatch: pytest.Monkey
 def test_remedies_name_packages_and_not_a_distribution_that_is_on_no_index():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["name"] == extras.DISTRIBUTION
-    assert {name: [wanted] for name, wanted in extras.REQUIREMENTS.items()} == {
-        name: project["optional-dependencies"][name] for name in extras.REQUIREMENTS
-    }
+    assert extras.REQUIREMENTS == {name: project["optional-dependencies"][name][-1] for name in extras.REQUIREMENTS}
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docker").glob("*.md")]
-    sources = [path for folder in ("cairn", "coordinator") for path in (ROOT / folder).rglob("*.py")]
+    sources = [
+        path for folder in ("cairn", "coordinator", "peer", "protocol") for path in (ROOT / folder).rglob("*.py")
+    ]
     assert not [path for path in [*pages, *sources] if INSTALLED_BY_NAME.search(path.read_text())]
 
 

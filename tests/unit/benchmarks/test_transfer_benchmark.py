@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.transfer.__main__ import goals, show
+from benchmarks.transfer.__main__ import goals, show, transports
 from benchmarks.transfer.cases import CASES, MB, QUICK, Case, judged
 
 
@@ -46,6 +46,13 @@ def test_goals_are_of_the_cases_that_were_played():
     assert [g["met"] for g in goals([author, join])] == [False, True, True, False]
     assert goals([{**author, "name": "far", "plain": None}]) == []
     assert goals([{**join, "name": "join-no-udp", "udp": False}]) == []
+
+
+def test_a_case_by_tcp_stands_beside_the_same_by_quic():
+    quic = {"name": "far", "floor": 5.5, "seconds": 7.04, "plain": 7.5, "udp": True}
+    tcp = {**quic, "name": "far-no-udp", "seconds": 10.4, "udp": False}
+    (line,) = transports([quic, {**quic, "name": "memory-100"}, tcp]).splitlines()[2:]
+    assert line.replace(" ", "") == "|far|5.5|7.0|10.4|7.5|"
 
 
 @pytest.mark.parametrize("case", [*CASES, *QUICK], ids=lambda c: c.name)

@@ -23,14 +23,13 @@ from coordinator.authoring.errors import RunFileError
 from coordinator.authoring.resolve import ResolvedRun, resolve
 from coordinator.authoring.runfile import SIGN_OUTER, SIGN_PLAIN_LR, load_run
 from coordinator.authoring.summary import dtypes_line, validate
-from coordinator.authoring.toml_file import tomllib
 from coordinator.checkpoints import evaluation_job
 from coordinator.checkpoints.archive import Archive
 from coordinator.checkpoints.evaluation import load_adapted, measure
 from coordinator.export import ExportError
 from coordinator.model_card import Origin
 from peer.store.blobs import blob_file
-from protocol.adapter import REQUIREMENT, build_adapted, held_bytes
+from protocol.adapter import build_adapted, held_bytes
 from protocol.codec import make_codec
 from protocol.errors import SpecError
 from protocol.identity import Identity
@@ -470,5 +469,3 @@ def test_a_missing_package_is_named_with_its_command(base: Path, begun: Resolved
     for attempt in (lambda: validate(file), lambda: resolve(load_run(file), base / "without", OWNER)):
         with pytest.raises(SpecError, match="without.toml: model.adapter: .* pip install 'bitsandbytes>="):
             attempt()
-    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
-    assert project["optional-dependencies"]["lora"] == [REQUIREMENT]

@@ -22,7 +22,7 @@ from coordinator.authoring.data_check import spelled_warning
 from coordinator.authoring.documents import SEGMENT, find_sources, read_documents
 from coordinator.authoring.errors import DataInputError, RunChangedError
 from coordinator.authoring.prepare import load_prepared, prepare
-from coordinator.authoring.tokens import SpelledToken, load
+from coordinator.authoring.tokens import SpelledToken, load, open_tokenizer
 from protocol.merkle import CHUNK, blob_digest, blob_leaves
 
 TEXTS = [f"Document {i}: the quick brown fox jumps over {i * i} lazy dogs.\nIt was été, naïve." for i in range(30)]
@@ -158,6 +158,20 @@ def test_a_folder_with_a_missing_or_cut_shard_is_refused(tmp_path):
     shard.unlink()
     with pytest.raises(DataInputError, match="is missing"):
         load_prepared(made.folder)
+
+
+def test_what_writes_samples_reads_a_tokenizer_without_the_padding_that_it_asks_for(tmp_path):
+    made = prepare([str(jsonl(tmp_path / "a.jsonl"))], tmp_path / "out", vocabulary=300)
+    tokenizer = Tokenizer.from_file(str(made.folder / "tokenizer.json"))
+    plain = tokenizer.encode("Once").ids
+    tokenizer.enable_padding(length=64)
+    tokenizer.enable_truncation(1)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert len(Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("Once").ids) == 64
+    assert open_tokenizer(tmp_path / "tokenizer.json").encode("Once").ids == plain
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(DataInputError, match="not a tokenizer.json"):
+        open_tokenizer(tmp_path / "tokenizer.json")
 
 
 def test_a_given_tokenizer_is_taken_byte_for_byte_and_its_end_of_text_found(tmp_path):

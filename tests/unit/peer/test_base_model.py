@@ -6,6 +6,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -118,7 +119,7 @@ async def test_a_base_of_an_address_comes_at_the_rate_that_downloads_may_have_un
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     folder = published(tmp_path / "published")
-    monkeypatch.setattr(sources, "at_address", lambda *_, **__: sources.FsspecFolder(str(folder), LIMIT))
+    monkeypatch.setattr(sources, "at_address", lambda *_, **__: sources.RemoteFolder(str(folder), LIMIT))
     slept: list[float] = []
 
     async def sleep(seconds: float) -> None:
@@ -179,6 +180,38 @@ def test_a_reading_that_is_stopped_leaves_its_chunks_for_the_next(
     assert 0 < left < -(-len(BASE) // CHUNK)
     read_from_address(adapter, store, address, threading.Event(), read.append, private=True)
     assert len(read) == 2 + left and store.read(NAME) == BASE, "no chunk is read twice"
+
+
+@pytest.mark.parametrize("failures", [3, 6])
+def test_a_request_that_fails_is_repeated_a_few_times(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
+):
+    adapter, pauses, left = run_spec().model.adapter, list[float](), [failures]
+    assert adapter is not None
+
+    class Unstopped(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            pauses.append(timeout or 0.0)
+            return False
+
+    chunk = sources.RemoteFolder.chunk
+
+    def fails_sometimes(self: Any, *args: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise PeerError("the connection was reset")
+        return chunk(self, *args)
+
+    monkeypatch.setattr(sources.RemoteFolder, "chunk", fails_sometimes)
+    address = str(published(tmp_path / "base"))
+    read = partial(read_from_address, adapter, store, address, Unstopped(), lambda _: None, private=True)
+    if failures > base_model.RETRIES:
+        with pytest.raises(PeerError, match="reset"):
+            read()
+        assert len(pauses) == base_model.RETRIES
+    else:
+        read()
+        assert store.read(NAME) == BASE and pauses == [2.0, 4.0, 8.0]
 
 
 async def test_the_base_counts_against_the_disk_that_is_allowed(tmp_path: Path):

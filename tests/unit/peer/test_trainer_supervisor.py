@@ -43,13 +43,13 @@ def _restart_at_once(monkeypatch):
 class World:
     """A supervisor over a stand-in for the trainer's process, and what it reported."""
 
-    def __init__(self, folder: Path, program: str):
+    def __init__(self, folder: Path, program: str, base: Path | None):
         self.said: list[FromTrainer] = []
         self.lost: list[str] = []
         self.news = asyncio.Event()
         command = (sys.executable, "-c", PROLOGUE + textwrap.dedent(program))
         self.trainer = TrainerSupervisor(
-            Start(folder / "spec", K, folder, "cpu", 1, {}),
+            Start(folder / "spec", K, folder, "cpu", 1, {}, base=base),
             on_message=self._message,
             on_lost=self._lost,
             command=command,
@@ -76,8 +76,8 @@ class World:
 
 
 @asynccontextmanager
-async def supervised(folder: Path, program: str):
-    world = World(folder, program)
+async def supervised(folder: Path, program: str, *, base: Path | None = None):
+    world = World(folder, program, base)
     running = asyncio.create_task(world.trainer.run())
     try:
         yield world, running
@@ -126,6 +126,15 @@ async def test_each_process_has_the_limit_of_a_gpu_as_it_is_when_it_starts(tmp_p
         world.trainer.gpu_memory = lambda: next(limits)
         await world.until(lambda: world.names().count("Ready") == 2)
         assert [m.device for m in world.said if isinstance(m, Ready)] == ["6", "7"]
+
+
+async def test_a_base_that_is_gone_is_for_the_trainer_to_say(tmp_path):
+    program = """
+    end.send(Failed("base", f"{start.base.name} is gone: start the peer again", True)); sys.exit(1)
+    """
+    async with supervised(tmp_path, program, base=tmp_path / "base") as (world, running):
+        await world.until(lambda: world.lost)
+        assert "base is gone: start the peer again" in world.lost[0] and not running.done()
 
 
 async def test_who_waits_for_a_trainer_that_dies_before_it_is_ready_hears_of_it(tmp_path):

@@ -384,6 +384,12 @@ def test_a_spec_signed_for_another_purpose_is_refused():
         open_spec(seal(OWNER, "finalization", spec.canonical()).encoded, spec.run_id)
 
 
+def test_a_spec_that_nobody_would_read_is_not_signed():
+    spec = tiny_spec(**with_config(numbers=[1.2345678901234567e-100] * 50_000))
+    with pytest.raises(SpecError, match="peers read at most 1,048,576: shorten admission.allow"):
+        sign_spec(OWNER, spec)
+
+
 def test_the_largest_spec_fits_its_envelope():
     assert len(seal(OWNER, KIND, b"x" * MAX_SPEC).encoded) <= MAX_SPEC + 1024
     assert (

@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.update_weights import BACKLOG_UPDATES, KNOWN_ROUNDS, MEAN_UPDATES, AuthorHistory, weigh
+from protocol.update_weights import (
+    BACKLOG_UPDATES,
+    COUNTED,
+    KNOWN_ROUNDS,
+    MEAN_UPDATES,
+    AuthorHistory,
+    countable,
+    weigh,
+)
 
 MOST = 1000
 
@@ -33,6 +41,15 @@ class Branch:
             self.histories[author] = old.after(self.round, end, claimed, weighed[author], self._most)
         self.round += 1
         return weighed
+
+
+def test_a_claim_ends_a_round_no_sooner_than_by_some_times_what_its_author_may_weigh():
+    known, newcomer = AuthorHistory(height=5, weighed=(10,)), AuthorHistory()
+    assert countable(known, 5, [4, 6, 8, 50], MOST) == COUNTED * 20
+    assert countable(newcomer, 5, [4, 6, 8, 50], MOST) == COUNTED * 4
+    assert countable(AuthorHistory(height=5, weighed=(1,)), 5, [40, 60], MOST) == COUNTED * 40, "as a newcomer's"
+    assert countable(newcomer, 0, [], MOST) == MOST, "before the first record nobody knows better"
+    assert countable(known, 5, [4], 30) == 30
 
 
 @given(rounds)
