@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Iterable
 
 from peer.coordinator_client import CoordinatorClient
@@ -42,7 +43,8 @@ class AuditedChain:
         self._decoder = MessageDecoder(spec.run_id, spec.owner_key, remember=8192)
         self._chain = Chain(spec.run_id, spec.genesis.name, RoundPolicy.of(spec).chain_limits)
         self._asker = asker
-        self._members = () if asker is None else asker.members
+        self._members = deque(() if asker is None else asker.members)
+        """In the order in which they are asked: each that was asked is last then."""
         self._coordinator = coordinator
         self._credits: BoundedDict[Digest, RoundCredits] = BoundedDict(KEPT)
         self._abandoned: set[Digest] = set()
@@ -127,7 +129,10 @@ class AuditedChain:
 
     async def _read_on(self) -> bool:
         """Read the next certificates from any source. Return False at the end."""
-        for member in self._members:
+        for _ in range(len(self._members)):
+            # In turn: an admitted key can certify alone without end, and would keep an audit from all others.
+            member = self._members[0]
+            self._members.rotate(-1)
             if member in self._silent:
                 continue
             reply = await self._ask(member)

@@ -228,6 +228,23 @@ async def test_what_members_no_longer_keep_comes_from_the_coordinator_and_is_sai
         assert any("6 certificates that members no longer keep" in x for x in found.warnings)
 
 
+async def test_a_member_that_certifies_alone_without_end_does_not_hold_the_audit(tmp_path, monkeypatch):
+    async with made(tmp_path, monkeypatch) as w:
+        lone, asked = FakeSwarm(SPEC).chain, Asker.ask
+        lone.weighs = True
+
+        async def endless(self: Asker, member: PeerKey, have: Sequence[Digest]) -> wire.ChainReply:
+            if member != peer(9).key:
+                return await asked(self, member, have)
+            assert len(lone.certificates) < 100, "nobody else is asked"
+            return wire.ChainReply(certificates=[encode_certificate(lone.add({9: 1}))], more=True)
+
+        monkeypatch.setattr(Asker, "ask", endless)
+        w.chains = {peer(9).key: None, peer(1).key: w.chain()}
+        found = await w.audit()
+        assert found.clean and found.from_members[peer(1).key] == 8
+
+
 async def test_a_swarm_where_nobody_answers_is_said(tmp_path, monkeypatch):
     async with made(tmp_path, monkeypatch) as w:
         w.chains = {peer(2).key: None}

@@ -34,7 +34,8 @@ class ModelLimits:
 
     `parameters`: with those of a frozen base. `model_bytes`: weights, gradients and moments. `round_bytes`: what the
     devices hold of the state between rounds. `batch`: windows of an inner step, split over dp * fsdp. `no_fsdp`,
-    `no_tp`, `no_pp`: the reason when it is not possible at all. `frozen_bytes`: of the frozen base.
+    `no_tp`, `no_pp`: the reason when it is not possible at all. `frozen_bytes`: of the frozen base. `base_at_once`: of
+    these in bf16, what a rank gathers at once where fsdp divides it.
     """
 
     kind: str
@@ -48,6 +49,7 @@ class ModelLimits:
     no_tp: str = ""
     no_pp: str = ""
     frozen_bytes: int = 0
+    base_at_once: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +149,10 @@ def memory(degrees: ParallelDims, limits: ModelLimits, largest: int = 0) -> int:
     `largest`: the elements of the largest tensor, which each rank gathers for a moment.
     """
     split = degrees.fsdp * degrees.tp * degrees.pp
-    gathered = limits.parameters // (degrees.tp * degrees.pp) * 2 if degrees.zero == 2 and degrees.fsdp > 1 else 0
+    gathered = 0
+    if degrees.fsdp > 1:
+        whole = limits.parameters // (degrees.tp * degrees.pp) * 2
+        gathered = whole if degrees.zero == 2 else limits.base_at_once
     shares = (limits.model_bytes + limits.frozen_bytes) // split + limits.round_bytes // degrees.world
     return shares + gathered + 8 * largest
 

@@ -8,11 +8,13 @@ computes the same, which also serves tied embeddings. Models without a plan have
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from math import gcd
+from typing import Any
 
 from peer.training.parallel.parallel_dims import ModelLimits
 from protocol.adapter import held_bytes
-from protocol.spec import RunSpec
+from protocol.spec import AdapterSpec, RunSpec
 from protocol.training_memory import model_bytes, round_bytes
 
 LLAMA_LIKE = frozenset({"llama", "mistral", "qwen2"})
@@ -41,7 +43,7 @@ def limits(spec: RunSpec, device: str, *, offloads: bool, eight_bit: bool = Fals
         whole = f"cannot divide this run's frozen base, whose {adapter.dtype} codes each GPU holds whole"
         return ModelLimits(
             kind, *sizes, batch, no_fsdp=whole if adapter.quantised else "", no_tp=none, no_pp=none,
-            frozen_bytes=held_bytes(config, adapter, device),
+            frozen_bytes=held_bytes(config, adapter, device), base_at_once=_gathered_at_once(config, adapter),
         )  # fmt: skip
     if kind not in LLAMA_LIKE:
         none = f"has no plan for model_type {kind} (there is one for {', '.join(sorted(LLAMA_LIKE))})"
@@ -51,6 +53,13 @@ def limits(spec: RunSpec, device: str, *, offloads: bool, eight_bit: bool = Fals
     tied = "would put tied embeddings on its first and on its last stage" if config.get("tie_word_embeddings") else ""
     layers = 1 if tied else int(config["num_hidden_layers"])
     return ModelLimits(kind, *sizes, batch, tp=split, pp=layers, no_pp=tied)
+
+
+def _gathered_at_once(config: Mapping[str, Any], adapter: AdapterSpec) -> int:
+    """Return the bytes in bf16 of a base's embeddings and output layer, which are one group of FSDP, and of a layer."""
+    hidden, vocabulary, layers = (int(config.get(k) or 0) for k in ("hidden_size", "vocab_size", "num_hidden_layers"))
+    outer = hidden * vocabulary * (1 if config.get("tie_word_embeddings") else 2)
+    return 2 * (outer + max(0, adapter.parameters - outer) // max(1, layers))
 
 
 def first_layers(layers: int, stages: int) -> list[int]:

@@ -341,7 +341,8 @@ def resolve_7b(monkeypatch, spec: RunSpec, gpus: int, gib: int) -> tuple[Paralle
     monkeypatch.setattr(setup, "link", lambda: "pcie")
     monkeypatch.setattr(plans, "held_bytes", lambda *_: 14_000_000_000)
     adapter = spec.model.adapter.model_copy(update={"parameters": 7_000_000_000})
-    model = spec.model.model_copy(update={"adapter": adapter})
+    sizes = {"hidden_size": 4096, "vocab_size": 32_000, "num_hidden_layers": 32, "tie_word_embeddings": False}
+    model = spec.model.model_copy(update={"adapter": adapter, "config": spec.model.config | sizes})
     return resolve("auto", "auto", spec.model_copy(update={"model": model}))[:3]
 
 
@@ -357,6 +358,12 @@ def resolve_7b(monkeypatch, spec: RunSpec, gpus: int, gib: int) -> tuple[Paralle
 def test_auto_divides_a_base_only_if_it_fits_no_gpu(world, monkeypatch, gpus, gib, chosen, why):
     dims, kind, text = resolve_7b(monkeypatch, world.spec, gpus, gib)
     assert (str(dims), kind) == (chosen, "cuda") and why in text
+
+
+def test_what_a_gpu_gathers_of_a_divided_base_must_fit_beside_its_share(world, monkeypatch):
+    """Half of the base are 7.0 GB. Embeddings, output layer and one layer take 0.9 GB more, of 7.7 GB."""
+    with pytest.raises(TrainingError, match=r"7\.4 GiB a GPU is the least that .* need on 2 of them"):
+        resolve_7b(monkeypatch, world.spec, 2, 9)
 
 
 def test_auto_takes_one_gpu_for_steps_of_one_window_and_says_so(world, monkeypatch):
@@ -384,7 +391,12 @@ def test_memory_counts_the_base_as_it_is_held(of_each_dtype):
     for dims in (ParallelDims(dp=2), ParallelDims(fsdp=2)):
         if not (adapter.quantised and dims.fsdp > 1):
             halved = needed + held if dims.fsdp > 1 else round_bytes(layout, spec.outer)
-            assert trial.look(spec, "cpu", "cpu", dims).needed == needed + held - halved // 2 + largest
+            gathered = plans.limits(spec, "cpu", offloads=False).base_at_once if dims.fsdp > 1 else 0
+            assert trial.look(spec, "cpu", "cpu", dims).needed == needed + held - halved // 2 + largest + gathered
+    layer = sum(t.numel() for name, t in base.items() if ".layers.0." in name)
+    outer = sum(t.numel() for name, t in base.items() if "embed_tokens" in name or "lm_head" in name)
+    at_once = plans.limits(spec, "cpu", offloads=False).base_at_once
+    assert adapter.quantised or at_once == pytest.approx(2 * (layer + outer), rel=0.02), "but for the last norm"
 
 
 def test_flops_count_the_base(world):
