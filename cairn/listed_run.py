@@ -20,6 +20,7 @@ from protocol.data_address import public_url
 from protocol.errors import CairnError, MalformedError, SpecError
 from protocol.ids import RunId
 from protocol.invite import HostPort
+from protocol.plain_text import printable
 from protocol.quiet_imports import quiet_imports
 from protocol.spec import AdapterSettings, RunSpec, open_spec
 from protocol.strict_json import read_json
@@ -149,7 +150,7 @@ async def _by_page(page: str) -> ListedRun:
             f"{page} is of an older version of Cairn, which does not tell of its run: give an invite"
         ) from None
     about = (await _answer(page, "run", _Run)).about
-    health, message, *owners = map(_printable, (s.health, s.message, about.description, about.contact, about.license))
+    health, message, *owners = map(printable, (s.health, s.message, about.description, about.contact, about.license))
     return ListedRun(
         spec, health, message, s.round, s.tokens, float(s.tokens_per_second), float(s.loss or 0), s.training, page,
         *owners,
@@ -166,10 +167,6 @@ async def _answer(page: str, name: str, kind: type[_M]) -> _M:
         return kind.model_validate_json(data)
     except (MalformedError, ValidationError):
         raise CairnError(f"what answers at {page} is not the page of a run, or of another version of Cairn") from None
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def memory(spec: RunSpec, device_type: str = "cuda") -> int:
@@ -219,7 +216,7 @@ def lines(run: ListedRun) -> list[str]:
         estimated = "estimated" + (f"; {byte_size(on_gpu - less)} with --moments 8bit" if less else "")
         enough = f"a GPU with {byte_size(on_gpu)} of memory ({estimated}), or a CPU with {byte_size(on_cpu)}"
     except SpecError as e:
-        enough = f"not known here: {_printable(str(e))}"
+        enough = f"not known here: {printable(str(e))}"
     tokens = sum(shard.tokens for shard in spec.data.train)
     done = f"{count(run.tokens)} tokens"
     if spec.total_tokens:
@@ -231,7 +228,7 @@ def lines(run: ListedRun) -> list[str]:
     return [
         f"{spec.name} ({spec.run_id.short})  {run.health}: {run.message}",
         *([f"  about     {run.description}"] if run.description else []),
-        f"  model     {_printable(spec.model.config['model_type'][:40])}, {model}",
+        f"  model     {printable(spec.model.config['model_type'][:40])}, {model}",
         f"  data      {count(tokens)} tokens, {where}; windows of {spec.data.window}",
         f"  progress  {done}, round {run.round}",
         f"  peers     {run.peers} training{speed}",

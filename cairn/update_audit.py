@@ -43,6 +43,7 @@ from protocol.identity import Identity
 from protocol.ids import PeerKey
 from protocol.message_codec import MessageDecoder
 from protocol.messages import AuditCheck, AuditDecision, Certificate, Score, Signed, UpdateHeader, WorkReport
+from protocol.plain_text import printable
 from protocol.rounds.blobs import applied_blobs
 from protocol.rounds.policy import RoundPolicy
 from protocol.rounds.retention import retained
@@ -277,7 +278,7 @@ def _name_of(update: Signed[UpdateHeader], decoder: MessageDecoder) -> str:
         name = decoder.decode_admission(update.body.admission, update.author).name
     except CairnError:
         return ""
-    return "".join(c if c.isprintable() else "?" for c in name)
+    return printable(name)
 
 
 def _title(audited: AuditedUpdate) -> str:

@@ -36,6 +36,7 @@ from protocol.ids import Digest, PeerKey, sha256
 from protocol.invite import TLS_NAME, HostPort, Invite
 from protocol.message_codec import MessageDecoder
 from protocol.messages import MAX_ADDRESS, MAX_ADDRESSES, Admission, Signed
+from protocol.plain_text import printable
 from protocol.spec import RunSpec, open_spec
 from protocol.version import PROTOCOL
 from protocol.wire import coordinator_pb2 as wire
@@ -471,8 +472,7 @@ def _round(m: wire.RoundStatus) -> RoundStatus:
 
 
 def _text(text: str, top: int = 80) -> str:
-    """Return text that a terminal may show: printable, of bounded length."""
-    return "".join(c if c.isprintable() else "?" for c in text[:top])
+    return printable(text, top)
 
 
 def _number(value: float) -> float:

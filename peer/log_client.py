@@ -27,6 +27,7 @@ from protocol.ids import MAX_COUNT, Digest, PeerKey, Round, RunId
 from protocol.ledger.audit import CreditedRound, CreditedRounds
 from protocol.ledger.credits import CreditLine
 from protocol.ledger.statements import Receipt, SignedStatement, open_receipt
+from protocol.plain_text import printable
 from protocol.strict_json import read_json
 
 T = TypeVar("T")
@@ -274,5 +275,4 @@ def _digest(value: Any) -> Digest:
 
 
 def _text(text: str) -> str:
-    """Return what a terminal may be shown."""
-    return "".join(c if c.isprintable() else "?" for c in text[:MAX_TEXT])
+    return printable(text, MAX_TEXT)

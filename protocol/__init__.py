@@ -27,5 +27,5 @@ and `cairn` do that. They depend on this package, never the reverse. Read its mo
     marked_tokens, packed_sequences      what a model reads of windows; `training_memory`: what training takes
     rounds                               the round machine: from events to actions
     ledger                               credits, a fold over the chain, and their audit
-    bounded, token_bucket, quiet_imports three helpers
+    bounded, token_bucket, quiet_imports helpers; `units`, `plain_text`, `extras`: words for people
 """

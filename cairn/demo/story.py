@@ -34,6 +34,7 @@ from protocol.identity import parse_key_file
 from protocol.ids import PeerKey
 from protocol.invite import Invite
 from protocol.ledger.credit_text import credit_text
+from protocol.plain_text import one_line
 from protocol.spec import RunSpec
 from protocol.units import count
 
@@ -411,12 +412,8 @@ def _print(
             )
     demo.screen.print(table)
     say(f"held-out loss: {judged.before:.3f} before, {judged.after:.3f} after (must fall by {MARGIN:.2f})")
-    say(f"text before: {_one_line(judged.text_before)}", "dim")
-    say(f"text after:  {_one_line(judged.text_after)}")
+    say(f"text before: {one_line(judged.text_before, 300)}", "dim")
+    say(f"text after:  {one_line(judged.text_after, 300)}")
     say(f"plot:        {picture}")
     say(f"checkpoint:  {archived[-1].folder} (round {archived[-1].round}, {count(archived[-1].tokens)} tokens)")
     say(f'try:         cairn generate {archived[-1].folder} --prompt "{PROMPT}"')
-
-
-def _one_line(text: str) -> str:
-    return " ".join("".join(c if c.isprintable() and c != "\ufffd" else " " for c in text).split())[:300]

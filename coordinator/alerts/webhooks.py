@@ -20,6 +20,7 @@ from yarl import URL
 from coordinator.alerts.config import Webhook
 from coordinator.alerts.tracker import AlertEvent
 from coordinator.errors import CoordinatorError
+from protocol.plain_text import one_line
 
 DEADLINE = 10.0
 MAX_MESSAGE = 600
@@ -36,8 +37,7 @@ class WebhookError(CoordinatorError):
 
 def unlinked(text: str) -> str:
     """Return text from strangers without what chats make links, mentions and markup of."""
-    text = "".join(c if c.isprintable() else " " for c in text[:MAX_MESSAGE])
-    return re.sub(r"(?i)[<>&@`*_~|\[\]\\#]|://|\bwww\.", "'", text)
+    return re.sub(r"(?i)[<>&@`*_~|\[\]\\#]|://|\bwww\.", "'", one_line(text[:MAX_MESSAGE]))
 
 
 def payload(event: AlertEvent, run: str, page: str) -> bytes:

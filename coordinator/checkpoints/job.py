@@ -21,6 +21,7 @@ import async_timeout
 
 from coordinator.errors import CoordinatorError
 from protocol.errors import CairnError
+from protocol.plain_text import one_line
 
 Row = dict[str, Any]
 MAX_LINE = 1024 * 1024
@@ -86,7 +87,7 @@ async def _last_output(stderr: asyncio.StreamReader) -> str:
     kept = b""
     while data := await stderr.read(4096):
         kept = (kept + data)[-MAX_MESSAGE:]
-    return " ".join("".join(c if c.isprintable() else " " for c in kept.decode(errors="replace")).split())
+    return one_line(kept.decode(errors="replace"))
 
 
 def _why(code: int, output: str) -> str:

@@ -20,6 +20,7 @@ from peer.errors import AuditError, UncheckableUpdate
 from peer.parent_process import exit_with_parent
 from protocol.errors import CairnError
 from protocol.messages import Score
+from protocol.plain_text import one_line
 from protocol.quiet_imports import quiet_imports
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def _answer(line: bytes) -> AuditAnswer:
         scores = tuple(MeasuredScore(s.name, s.value, s.threshold) for s in scores_of(job))
     except (CairnError, OSError, RuntimeError, MemoryError) as e:
         # RuntimeError: torch's, for a device that fails.
-        said = " ".join("".join(c if c.isprintable() else " " for c in str(e)).split())[:2000]
+        said = one_line(str(e), 2000)
         seconds = time.process_time() - began
         return AuditAnswer((), said or type(e).__name__, seconds, isinstance(e, UncheckableUpdate))
     return AuditAnswer(scores, "", time.process_time() - began)

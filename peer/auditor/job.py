@@ -18,6 +18,7 @@ from protocol.audits import SCREENED_UPDATES
 from protocol.checks import text
 from protocol.errors import MalformedError
 from protocol.messages import MAX_SCORE, MAX_SCORE_NAME, MAX_SCORES, AuditCheck, Score
+from protocol.plain_text import printable
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -201,11 +202,10 @@ def _parse(adapter: TypeAdapter, line: bytes, what: str):
     try:
         return adapter.validate_json(line)
     except ValidationError as e:
-        problems = "; ".join(f"{_shown('.'.join(map(str, p['loc'])))}: {_shown(p['msg'])}" for p in e.errors()[:5])
+        fields = ((".".join(map(str, p["loc"])), p["msg"]) for p in e.errors()[:5])
+        problems = "; ".join(
+            f"{printable(field, MAX_PROBLEM)}: {printable(said, MAX_PROBLEM)}" for field, said in fields
+        )
         raise AuditError(f"an audit's {what} that does not parse: {problems}") from None
     except MalformedError as e:
         raise AuditError(f"an audit's {what} that does not parse: {e}") from None
-
-
-def _shown(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text[:MAX_PROBLEM])

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from protocol.errors import CairnError
 from protocol.ids import Digest, PeerKey
+from protocol.plain_text import one_line
 
 
 class SwarmError(CairnError):
@@ -58,6 +59,6 @@ def short_report(text: str) -> str:
 
     Of a list of failed dials with an address each, only the reason of the last one stays.
     """
-    line = " ".join("".join(c if c.isprintable() else " " for c in text[:4000]).split())
+    line = one_line(text[:4000])
     found = _DIAL.search(line)
     return (f"cannot be dialled: {found[1]}" if found else line)[:300]

@@ -189,13 +189,13 @@ class InnerOptimizer:
             if i and not go_on():
                 self._zero_gradients()
                 return None
-            total += self._add_gradient(piece, each)
+            total += self.add_gradient(piece, each)
             self._yield_hook()
         norm = nn.utils.clip_grad_norm_(self.parameters.values(), self.spec.clip_norm)
         loss_value, norm_value = torch.stack([total, norm.to(total)]).tolist()  # the step's one wait for the device
         return StepResult(loss_value, math.isfinite(loss_value) and math.isfinite(norm_value))
 
-    def _add_gradient(self, windows: Tensor, each: float) -> Tensor:
+    def add_gradient(self, windows: Tensor, each: float) -> Tensor:
         """Add the gradient of `each` times the sum of the windows' losses; return that."""
         inputs = inputs_of(windows, self.conversations)
         # Only the loss keeps what it needs of the logits, which are the largest tensor of a step.

@@ -70,8 +70,8 @@ def activation_bytes(config: Mapping[str, Any], window: int, adapter: AdapterSet
         inner.in_bf16 = not on_cpu
         tokens = torch.zeros(1, window + 1, dtype=torch.int64)
         with PeakMemory() as memory:
-            inner._add_gradient(tokens, 1.0)
+            inner.add_gradient(tokens, 1.0)
             memory.begin()
             before = memory.now
-            inner._add_gradient(tokens, 1.0)
+            inner.add_gradient(tokens, 1.0)
             return memory.most - before

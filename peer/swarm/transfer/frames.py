@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from protocol.errors import MalformedError
 from protocol.ids import Digest
 from protocol.merkle import CHUNK, MAX_BLOB, chunk_count
+from protocol.plain_text import printable
 
 _REQUEST = struct.Struct(">B3x32sQ")
 _REPLY = struct.Struct(">BI")
@@ -86,8 +87,7 @@ class BlobReply:
     @property
     def reason(self) -> str:
         """The text of a reply that is not OK, fit to be shown."""
-        text = self.data[:MAX_REASON].decode("utf-8", errors="replace")
-        said = "".join(c if c.isprintable() else "?" for c in text)
+        said = printable(self.data[:MAX_REASON].decode("utf-8", errors="replace"))
         return said or self.status.name.lower().replace("_", " ")
 
 
