@@ -29,7 +29,7 @@ COUNTED = 4
 """Times the limit of its weight that an update's claim counts when peers decide whether a round's target is reached.
 
 Without a bound one key could end everybody's rounds. With 1, the few who are left when most have gone would train each
-round for `max_seconds`, until their limits have grown.
+round for its longest time, until their limits have grown.
 """
 
 BACKLOG_UPDATES = 16

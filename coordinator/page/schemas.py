@@ -236,6 +236,7 @@ RUN = of(
         "total_tokens": COUNT,
         "model": of(
             {"type": TEXT, "parameters": COUNT, "bytes": COUNT}
+            | {"adapter": maybe(of({"rank": COUNT, "alpha": NUMBER, "dtype": TEXT, "base": COUNT}))}
             | {size: maybe(COUNT) for size in ("layers", "width", "heads", "context", "vocabulary")}
         ),
         "data": of(

@@ -313,7 +313,7 @@ class Note(_Message):
 
 @dataclass(frozen=True, slots=True)
 class Failed(_Message):
-    """A request (start, load, update, apply, write) or training itself (train, memory) failed: why, and what to do.
+    """A request (start, load, update, apply, write), training (train, memory) or the channel failed: why, what to do.
 
     `fatal`: the trainer exits after this. After a failed load or apply that is not fatal it needs a Load. "memory": the
     next process tries a micro-batch that needs less.

@@ -119,7 +119,7 @@ async def test_a_base_of_an_address_comes_at_the_rate_that_downloads_may_have_un
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     folder = published(tmp_path / "published")
-    monkeypatch.setattr(sources, "at_address", lambda *_, **__: sources.RemoteFolder(str(folder), LIMIT))
+    monkeypatch.setattr(sources, "at_address", lambda *_, **__: sources.FsspecFolder(str(folder), LIMIT))
     slept: list[float] = []
 
     async def sleep(seconds: float) -> None:

@@ -130,11 +130,11 @@ async def test_each_process_has_the_limit_of_a_gpu_as_it_is_when_it_starts(tmp_p
 
 async def test_a_base_that_is_gone_is_for_the_trainer_to_say(tmp_path):
     program = """
-    end.send(Failed("base", f"{start.base.name} is gone: start the peer again", True)); sys.exit(1)
+    end.send(Failed("start", f"{start.base.name} is gone: start the peer again", True)); sys.exit(1)
     """
-    async with supervised(tmp_path, program, base=tmp_path / "base") as (world, running):
-        await world.until(lambda: world.lost)
-        assert "base is gone: start the peer again" in world.lost[0] and not running.done()
+    async with supervised(tmp_path, program, base=tmp_path / "base") as (_, running):
+        with pytest.raises(TrainerDied, match="base is gone: start the peer again"):
+            await ended(running)
 
 
 async def test_who_waits_for_a_trainer_that_dies_before_it_is_ready_hears_of_it(tmp_path):
