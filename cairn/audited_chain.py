@@ -31,6 +31,9 @@ log = logging.getLogger("cairn.audit")
 KEPT = 4096
 """Rounds whose credits are remembered: an audit needs no older ones, unless many rounds are missing."""
 
+MORE = 4096
+"""Certificates of a member that are read beyond those up to the round that is looked for."""
+
 PAGE = 64
 """Certificates in one request to the coordinator."""
 
@@ -53,6 +56,8 @@ class AuditedChain:
         self._final: Signed[Finalization] | None = None
         self._silent: set[PeerKey] = set()
         self._ended = False
+        self._most = 0
+        """Certificates of one member that are read: an admitted key can certify alone without end."""
         self.from_members: dict[PeerKey, int] = {}
         """Number of new certificates that each member sent."""
         self.agreed: set[PeerKey] = set()
@@ -95,8 +100,9 @@ class AuditedChain:
             if reply is not None:
                 self._accept(member, reply)
 
-    async def ensure(self, record: Digest) -> bool:
-        """Read on until a record is known. Return False if no source has it."""
+    async def ensure(self, record: Digest, number: Round) -> bool:
+        """Read on until the record of a round is known. Return False if no source has it."""
+        self._most = number + MORE
         while record not in self._credits and not self._ended:
             if not await self._read_on():
                 self._ended = True
@@ -130,10 +136,9 @@ class AuditedChain:
     async def _read_on(self) -> bool:
         """Read the next certificates from any source. Return False at the end."""
         for _ in range(len(self._members)):
-            # In turn: an admitted key can certify alone without end, and would keep an audit from all others.
             member = self._members[0]
             self._members.rotate(-1)
-            if member in self._silent:
+            if member in self._silent or self.from_members.get(member, 0) > self._most:
                 continue
             reply = await self._ask(member)
             if reply is not None and self._accept(member, reply):

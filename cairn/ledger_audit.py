@@ -90,9 +90,9 @@ async def audit_credits(r: CoordinatorConnection) -> AuditResult:
             if not page.rounds:
                 break
             for told in page.rounds:
-                if not await chain.ensure(told.record):
+                if not await chain.ensure(told.record, told.round):
                     chain.refresh()
-                    await chain.ensure(told.record)
+                    await chain.ensure(told.record, told.round)
                 auditor.add(told)
             first += len(page.rounds)
         if chain.newest_final is None:

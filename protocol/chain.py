@@ -214,8 +214,7 @@ class Chain:
         """Return the most windows that an author's claim counts for while peers decide when to end the round."""
         node = self._node(parent)
         most, _ = self.limits.round_limits(node.directives)
-        newest = () if node.certificate is None else node.certificate.record.body.weighed
-        return countable(node.history(author), node.height, newest, most)
+        return countable(node.history(author), node.height, tuple(node.weighed.values()), most)
 
     def voided(self, parent: Digest, directive: Signed[Directive] | None, decisions: Collection[AuditDecision]) -> int:
         """Return the `voided` of a record with these after `parent`. Raises ChainError."""

@@ -43,3 +43,8 @@ def model_bytes(layout: Layout, config: Mapping[str, Any], inner: InnerSpec, *, 
 def round_bytes(layout: Layout, outer: OuterSpec) -> int:
     """Return the bytes of base, anchor, error feedback, and outer momentum where the run has one."""
     return 4 * layout.numel * (4 if outer.optimizer == "nesterov" else 3)
+
+
+def size_in(config: Mapping[str, Any], *names: str) -> int:
+    """Return the first of these fields of a model's config that is a whole number; 0 without one."""
+    return next((value for name in names if isinstance(value := config.get(name), int) and value > 0), 0)

@@ -14,7 +14,8 @@ from cairn.commands.options import home_option
 def key(home: Path) -> None:
     """Print the public key of this machine's peer, for `admission.allow` and `admission.founders` in a run file.
 
-    If the machine has no identity yet, one is made, and its peer joins under it. The private key stays in identity.key.
+    If the machine has no identity yet, one is made. Its peer joins under it, unless it is anonymous. The private key
+    stays in identity.key.
     """
     from peer.keyfile import load_or_make
 

@@ -59,6 +59,7 @@ def plan(
     from coordinator.authoring.plan import PlanError, PlanInputs, plan
     from coordinator.authoring.summary import dtypes_line
     from coordinator.authoring.template import fill
+    from protocol.adapter import held_bytes
     from protocol.model import plain_config
     from protocol.spec import InnerSpec
 
@@ -98,7 +99,9 @@ def plan(
     if read is not None and read.adapter is not None:
         inner = InnerSpec.model_validate({"optimizer": made.inner.value, "batch": made.inputs.windows})
         config = plain_config({"vocab_size": read.vocabulary} | read.table)
-        click.echo(dtypes_line(read.adapter, config, training_memory(read.layout, config, inner, window)))
+        frozen = held_bytes(config, read.adapter, "cuda")
+        beside = training_memory(read.layout, config, inner, window, frozen) - frozen
+        click.echo(dtypes_line(read.adapter, config, beside))
     if out:
         click.echo(f"\n{out} is written: name your documents in its [data], then:")
         click.echo(f"    cairn run validate {out}")

@@ -7,7 +7,7 @@ from typing import Any
 
 from protocol.layout import Layout
 from protocol.spec import AuditSpec, InnerSpec
-from protocol.training_memory import model_bytes
+from protocol.training_memory import model_bytes, size_in
 
 
 def training_memory(
@@ -24,10 +24,10 @@ def training_memory(
     in fp32, and keeps the activations of every layer: a system that runs out of memory there ends the process instead.
     The factors were measured for Llama's layers. A config whose sizes have other names counts without them.
     """
-    hidden, vocabulary = _size(config, "hidden_size", "n_embd"), _size(config, "vocab_size")
-    layers = _size(config, "num_hidden_layers", "n_layer")
-    experts = max(1, _size(config, "num_experts_per_tok"))
-    inner_width = experts * _size(config, "moe_intermediate_size", "intermediate_size", "n_inner") or 4 * hidden
+    hidden, vocabulary = size_in(config, "hidden_size", "n_embd"), size_in(config, "vocab_size")
+    layers = size_in(config, "num_hidden_layers", "n_layer")
+    experts = max(1, size_in(config, "num_experts_per_tok"))
+    inner_width = experts * size_in(config, "moe_intermediate_size", "intermediate_size", "n_inner") or 4 * hidden
     kept, layer = 4 * hidden * layers, (42 * hidden + 14 * inner_width if frozen else 34 * hidden + 12 * inner_width)
     if on_cpu:
         kept, layer = (40 * hidden + 16 * inner_width) * layers, 8 * (hidden + inner_width)
@@ -41,8 +41,3 @@ def eight_bit_saving(layout: Layout, config: Mapping[str, Any], inner: InnerSpec
     """Return the bytes of `memory`, of training, that moments in 8 bits save; 0: under 5%, or the run forbids them."""
     saved = model_bytes(layout, config, inner) - model_bytes(layout, config, inner, eight_bit=True)
     return 0 if audit.replayable or saved < memory // 20 else saved
-
-
-def _size(config: Mapping[str, Any], *names: str) -> int:
-    """Return the first of these fields that is a whole number; 0 without one."""
-    return next((value for name in names if isinstance(value := config.get(name), int) and value > 0), 0)

@@ -29,6 +29,7 @@ from peer.training.data import WindowReader
 from peer.training.round_files import RoundFiles
 from peer.training.schedule import replayable_factor
 from peer.training.single_process import SingleProcessBackend
+from peer.training.step_loop import MAX_NON_FINITE
 from protocol.assignment import windows_of
 from protocol.codec import Codec
 from protocol.messages import Score
@@ -51,7 +52,7 @@ class Replayed:
     blob: bytes
     rows: Mapping[str, Tensor]
     is_finite: bool = True
-    """False: at least half of its steps were not finite, after which no honest author announces anything."""
+    """False: MAX_NON_FINITE steps in a row were not finite. A trainer ends at them, and announces nothing."""
 
 
 def replay(
@@ -68,7 +69,7 @@ def replay(
     The backend's base is the state that the author's first step began with. `accepted_windows`: those of all peers up
     to it. Raises CodecError, DataError, AuditError, TrainingError and OSError.
     """
-    outer, first, finite = backend.outer, update.first_window, 0
+    outer, first, streak = backend.outer, update.first_window, 0
     if rebase is None:
         backend.begin_again(None)
     else:
@@ -77,13 +78,12 @@ def replay(
         if before is None:
             raise AuditError("the update began before its state, and the record before has no update of its author")
         backend.begin_again(before)
-        finite = _train(spec, backend, reader, update, first, update.rebase_window, accepted_windows)
+        streak = _train(spec, backend, reader, update, first, update.rebase_window, accepted_windows, streak)
         outer.advance(contributions)
         outer.rebase()
         first, accepted_windows = update.rebase_window, rebase.accepted_windows
-    finite += _train(spec, backend, reader, update, first, update.end_window, accepted_windows)
-    is_finite = 2 * finite * spec.inner.batch > update.windows
-    return Replayed(outer.announce(), backend.inner.rows_with_gradient(), is_finite)
+    streak = _train(spec, backend, reader, update, first, update.end_window, accepted_windows, streak)
+    return Replayed(outer.announce(), backend.inner.rows_with_gradient(), streak < MAX_NON_FINITE)
 
 
 def _train(
@@ -94,19 +94,24 @@ def _train(
     first: int,
     end: int,
     accepted_windows: int,
+    streak: int,
 ) -> int:
-    """Make the steps over the author's windows [first, end), and return how many of them were finite."""
-    finite = 0
+    """Make the steps over the author's windows [first, end); end after MAX_NON_FINITE in a row that are not finite.
+
+    Return the number of such steps that are its last ones. `streak`: those just before.
+    """
     inner, batch = backend.inner, spec.inner.batch
     tokens = accepted_windows * spec.data.window_tokens
     inner.set_rate(replayable_factor(spec.inner.schedule, tokens, spec.round.target_tokens))
     for counter in range(first, end, batch):
+        if streak >= MAX_NON_FINITE:
+            break
         windows = reader.read(windows_of(spec.seed, update.author, counter, batch, reader.total))
         step = inner.forward_backward(windows)
         if step is not None:
             inner.optimizer_step(step)
-            finite += step.is_finite
-    return finite
+            streak = 0 if step.is_finite else streak + 1
+    return streak
 
 
 _Likeness = Callable[[Codec, bytes, Replayed], float]

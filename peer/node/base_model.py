@@ -122,8 +122,9 @@ def read_from_address(
             first = missing[0]
             run = [i for n, i in enumerate(missing[:READ_CHUNKS]) if i == first + n]
             sizes = [chunk_size(size, i) for i in run]
-            for each in sizes:  # one by one, so that others have their turn
-                take(each)
+            if not failures:
+                for each in sizes:  # one by one, so that others have their turn
+                    take(each)
             try:
                 data = source.chunk(blob, first * CHUNK, sum(sizes), "safetensors")
             except PeerError as e:  # of thousands of requests one may fail

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 
 from protocol.errors import MalformedError
 from protocol.ids import Digest, PeerKey, sha256
@@ -65,9 +64,6 @@ class Consensus:
         """The exchange of the open round; None when there is no round."""
 
         self._awaited_members: AwaitedMembers | None = None
-        self._countable: Callable[[PeerKey], int] = lambda key: 0
-        """The most windows of a peer's claim that count for the round."""
-
         self.work = TrainingProgress(0, 0.0, 0.0)
         """Our trainer's work that no update covers yet."""
 
@@ -98,8 +94,7 @@ class Consensus:
         self._awaited_members = AwaitedMembers(context, round_, self.exchange, lasted)
         self._repeats = 0
         self._headers_compared = 0
-        self._countable = lru_cache(2 * context.policy.max_members)(partial(context.chain.countable, parent))
-        context.members.watch(parent, round_.number, self._countable)
+        context.members.watch(parent, round_.number, partial(context.chain.countable, parent))
         return round_
 
     def reopen(self) -> None:
@@ -111,6 +106,7 @@ class Consensus:
         """Close the round: its parent has left the chain."""
         if self.round is not None:
             self._revision = self.round.revision + 1
+        self._context.members.stop_watching()
         self.round = None
 
     def stop_exchange(self) -> None:
@@ -399,7 +395,7 @@ class Consensus:
         members, number = context.members, round_.number
         headers = {author: h for author, h in round_.headers.items() if author in round_.direct_authors}
         trusted = {a: h.body.windows for a, h in headers.items() if not members.is_doubted(a, number)}
-        announced = sum(min(windows, self._countable(author)) for author, windows in trusted.items())
+        announced = sum(members.counted(author, windows) for author, windows in trusted.items())
         target, total = context.policy.target_windows, self.work.windows + announced + members.windows
         if total >= target or not headers:
             return total >= target

@@ -6,6 +6,7 @@ This table decides who takes part in rounds. Another one is for reaching peers (
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 
 from protocol.bounded import BoundedDict
 from protocol.ids import Digest, PeerKey
@@ -269,13 +270,21 @@ class Members:
     def watch(self, parent: Digest, number: int, countable: Callable[[PeerKey], int]) -> None:
         """Count for the round after a record, of this number, from now on. `countable`: the most of a peer's claim."""
         self._parent = parent
-        self._countable = countable
+        self._countable = lru_cache(2 * self._policy.max_members)(countable)
         self._number = number
         self._counted.clear()
         self._announced.clear()
         self.windows = 0
         for member in self:
             self._count(member)
+
+    def stop_watching(self) -> None:
+        """Count for no round: its parent has left the tree, and heartbeats may still name it."""
+        self._parent = None
+
+    def counted(self, key: PeerKey, windows: int) -> int:
+        """Return how many windows of a peer's claim count for the watched round."""
+        return min(windows, self._countable(key))
 
     def note_announced(self, key: PeerKey) -> None:
         """Note that a peer has announced: its heartbeats count for the next round from now on."""
@@ -286,7 +295,7 @@ class Members:
         self.windows -= self._counted.pop(member.key, 0)
         counts = member.key not in self._announced and not self.is_doubted(member.key, self._number)
         if self._parent is not None and counts and member.trains_in(self._parent):
-            windows = min(member.beat.windows, self._countable(member.key))
+            windows = self.counted(member.key, member.beat.windows)
             self._counted[member.key] = windows
             self.windows += windows
 

@@ -15,7 +15,7 @@ from typing import Any
 from peer.training.parallel.parallel_dims import ModelLimits
 from protocol.adapter import held_bytes
 from protocol.spec import AdapterSpec, RunSpec
-from protocol.training_memory import model_bytes, round_bytes
+from protocol.training_memory import model_bytes, round_bytes, size_in
 
 LLAMA_LIKE = frozenset({"llama", "mistral", "qwen2"})
 
@@ -57,7 +57,8 @@ def limits(spec: RunSpec, device: str, *, offloads: bool, eight_bit: bool = Fals
 
 def _gathered_at_once(config: Mapping[str, Any], adapter: AdapterSpec) -> int:
     """Return the bytes in bf16 of a base's embeddings and output layer, which are one group of FSDP, and of a layer."""
-    hidden, vocabulary, layers = (int(config.get(k) or 0) for k in ("hidden_size", "vocab_size", "num_hidden_layers"))
+    names = ("hidden_size", "n_embd"), ("vocab_size",), ("num_hidden_layers", "n_layer")
+    hidden, vocabulary, layers = (size_in(config, *each) for each in names)
     outer = hidden * vocabulary * (1 if config.get("tie_word_embeddings") else 2)
     return 2 * (outer + max(0, adapter.parameters - outer) // max(1, layers))
 

@@ -85,6 +85,29 @@ def test_a_move_to_rounds_that_are_rolled_back_is_not_waited_for():
     assert b.machine.phase == "training" and b.machine.summary(b.now).round == 1
 
 
+def test_who_still_trains_on_a_record_that_was_rolled_back_counts_for_no_round():
+    b = Bench()
+    b.announce()
+    first = b.of(do.ApplyRecord)[0].certificate
+    b.step(ev.StateReached(first.digest, NEXT))
+    theirs = b.header(OTHERS[0], 10, b"2", round=Round(1), parent=first.digest, base_state=NEXT)
+    record = FakeSigner(OTHERS[0]).sign(RoundRecord(RUN, Round(1), first.digest, NEXT, 0, (theirs,)))
+    gone = certificate(record, [OTHERS[0]])
+    b.step(ev.CertificateReceived(gone, OTHERS[0]))
+    b.step(ev.BlobHeld(theirs.body.blob))
+    b.step(ev.StateReached(gone.digest, Digest(sha256(b"late"))))
+    assert b.machine.summary(b.now).round == 2
+    b.step(ev.MessageReceived(directive(1, rollback=Rollback(1, first.digest, Round(1), NEXT))))
+    assert gone.digest not in b.chain
+    for sequence, author in enumerate(OTHERS[:3]):
+        body = Heartbeat(
+            RUN, sequence, Round(2), gone.digest, 10, 0, "training", 1.0, 1.0, 0, 0, (), (), b"a", ""
+        )  # fmt: skip
+        b.step(ev.MessageReceived(FakeSigner(author).sign(body)))
+    b.step(ev.StateReached(first.digest, NEXT))
+    assert b.machine.phase == "training" and b.machine.summary(b.now).round == 1
+
+
 @pytest.mark.parametrize(("to", "is_learnt_gone"), [(0, True), (2, False)])
 def test_who_was_away_during_a_rollback_forgets_what_it_learnt_on_rounds_that_are_gone(to: int, is_learnt_gone: bool):
     b, kept = Bench(), []
