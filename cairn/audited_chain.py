@@ -31,8 +31,8 @@ log = logging.getLogger("cairn.audit")
 KEPT = 4096
 """Rounds whose credits are remembered: an audit needs no older ones, unless many rounds are missing."""
 
-MORE = 4096
-"""Certificates of a member that are read beyond those up to the round that is looked for."""
+SPARE = 4096
+"""Certificates of a member that are read beyond as many as the log has had rounds."""
 
 PAGE = 64
 """Certificates in one request to the coordinator."""
@@ -100,9 +100,9 @@ class AuditedChain:
             if reply is not None:
                 self._accept(member, reply)
 
-    async def ensure(self, record: Digest, number: Round) -> bool:
-        """Read on until the record of a round is known. Return False if no source has it."""
-        self._most = number + MORE
+    async def ensure(self, record: Digest, place: int) -> bool:
+        """Read on until a record is known. Return False if no source has it. `place`: in the log, from 0."""
+        self._most = place + SPARE
         while record not in self._credits and not self._ended:
             if not await self._read_on():
                 self._ended = True

@@ -89,10 +89,10 @@ async def audit_credits(r: CoordinatorConnection) -> AuditResult:
                 settled.add(page.settled)  # settled rounds stay settled while the run goes on
             if not page.rounds:
                 break
-            for told in page.rounds:
-                if not await chain.ensure(told.record, told.round):
+            for place, told in enumerate(page.rounds, first):  # not `told.number`, which may be any
+                if not await chain.ensure(told.record, place):
                     chain.refresh()
-                    await chain.ensure(told.record, told.round)
+                    await chain.ensure(told.record, place)
                 auditor.add(told)
             first += len(page.rounds)
         if chain.newest_final is None:

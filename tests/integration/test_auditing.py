@@ -244,7 +244,7 @@ async def test_a_member_that_certifies_alone_without_end_does_not_hold_the_audit
         found = await w.audit()
         assert found.clean and found.from_members[peer(1).key] == 8
         # If the honest member keeps nothing so old, the coordinator is asked in the end.
-        monkeypatch.setattr("cairn.audited_chain.MORE", 16)
+        monkeypatch.setattr("cairn.audited_chain.SPARE", 16)
         w.chains = {peer(9).key: None, peer(1).key: w.chain(first=5)}
         found = await w.audit()
         assert found.clean and found.from_coordinator > 0
