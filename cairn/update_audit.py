@@ -98,10 +98,10 @@ class AuditedUpdate:
 
 @dataclass(frozen=True)
 class ChainFindings:
-    """The reports and the decision on one update in records up to `round`, each with its record's round."""
+    """The reports and the decisions on one update in records up to `round`, each with its record's round."""
 
     reports: tuple[tuple[int, Signed[WorkReport]], ...]
-    decision: tuple[int, AuditDecision] | None
+    decisions: tuple[tuple[int, AuditDecision], ...]
     round: int
 
 
@@ -366,7 +366,7 @@ def _require_kept(node: Node, audited: AuditedUpdate, check: AuditCheck) -> None
 def findings_on(chain: Chain, certificate: Certificate, update: Signed[UpdateHeader]) -> ChainFindings:
     """Return what the head's path says about an update. Raises ChainError when its record has left that path."""
     reports: list[tuple[int, Signed[WorkReport]]] = []
-    decision = None
+    decisions: list[tuple[int, AuditDecision]] = []
     for later in chain.path(certificate.digest, chain.head):
         body = later.record.body
         reports += [
@@ -374,10 +374,10 @@ def findings_on(chain: Chain, certificate: Certificate, update: Signed[UpdateHea
             for r in body.reports
             if (r.body.record, r.body.update) == (certificate.digest, update.digest)
         ]
-        for d in body.decisions:
-            if (d.record, d.author) == (certificate.digest, update.author):
-                decision = (body.round, d)
-    return ChainFindings(tuple(reports), decision, chain.height(chain.head) - 1)
+        decisions += [
+            (body.round, d) for d in body.decisions if (d.record, d.author) == (certificate.digest, update.author)
+        ]
+    return ChainFindings(tuple(reports), tuple(decisions), chain.height(chain.head) - 1)
 
 
 def lines(found: RepeatedCheck, owner: PeerKey) -> list[str]:
@@ -397,11 +397,11 @@ def lines(found: RepeatedCheck, owner: PeerKey) -> list[str]:
     ]
     result.append(f"chain     up to round {chain.round} it carries {_count(len(chain.reports))} on this update")
     result += [f"report    {_report(round_, report, owner)}" for round_, report in chain.reports]
-    if chain.decision is not None:
-        round_, decision = chain.decision
-        verb = "convicts" if decision.convicted else "acquits"
-        refuted = ", ".join(key.short for key in decision.refuted)
-        result.append(f"decision  round {round_} {verb} the author" + (f", and refutes {refuted}" if refuted else ""))
+    for number, (round_, decision) in enumerate(chain.decisions):
+        said = [] if number else ["convicts the author" if decision.convicted else "acquits the author"]
+        if decision.refuted:
+            said.append(f"refutes {', '.join(key.short for key in decision.refuted)}")
+        result.append(f"decision  round {round_} {', and '.join(said)}")
     if not found.passed and found.check == "loss":
         result.append("note      a failed loss check accuses nobody: some honest updates fail it")
     result.append(f"result    {_verdict(found.passed)}")

@@ -130,8 +130,7 @@ class AuditIndex:
             if isinstance(stated, StatedPardon):
                 self._penalties = _pardon(self._penalties, stated, cases)
             else:
-                self._penalties, case = self._decide(self._penalties, stated, by_update)
-                cases.append(case)
+                self._penalties = self._decide(self._penalties, stated, by_update, cases)
         self._final = tuple(cases[-MAX_DECIDED:])
         self._reports = [report for group in by_update.values() for report in group]
         self.follow(recent)
@@ -157,8 +156,10 @@ class AuditIndex:
                 found = recent.update_of(decision.record, decision.author)
                 if found is not None:
                     stated = StatedDecision(credits.round, credits.record, *found, decision, None)
-                    penalties, case = self._decide(penalties, stated, by_update)
-                    cases.append(case)
+                    penalties = self._decide(penalties, stated, by_update, cases)
+        for i, case in enumerate(cases):  # jurors may report after the decision
+            late = by_update.pop((case.record, case.author), ())
+            cases[i] = replace(case, reports=(*case.reports, *late))
         self.penalties = penalties
         self.decided = tuple(reversed(cases[-MAX_DECIDED:]))
         self._convictions = {c.author: c for c in cases if c.is_conviction}
@@ -173,15 +174,23 @@ class AuditIndex:
 
     def _decide(
         self, penalties: AuditPenalties, stated: StatedDecision,
-        by_update: dict[tuple[Digest, PeerKey], list[CarriedReport]],
-    ) -> tuple[AuditPenalties, AuditCase]:  # fmt: skip
-        """Return the penalties after a decision, and its case, whose reports are taken out of `by_update`."""
+        by_update: dict[tuple[Digest, PeerKey], list[CarriedReport]], cases: list[AuditCase],
+    ) -> AuditPenalties:  # fmt: skip
+        """Return the penalties after a decision, and note it in `cases`; its reports are taken out of `by_update`.
+
+        The second decision about an update adds those that it refutes to the case.
+        """
         decision = stated.decision
         after = penalties.after(decision, stated.stated, self._rule.bar_rounds)
+        for i, case in enumerate(cases):
+            if (case.record, case.author) == (decision.record, decision.author) and case.outcome is not None:
+                whole = replace(case.outcome.decision, refuted=decision.refuted)
+                cases[i] = replace(case, outcome=replace(case.outcome, decision=whole))
+                return after
         reports = tuple(by_update.pop((decision.record, decision.author), ()))
         until = after.of(decision.author).barred_until if decision.convicted else Round(0)
-        case = AuditCase(stated.round, decision.record, stated.update, decision.author, reports, stated, until)
-        return after, case
+        cases.append(AuditCase(stated.round, decision.record, stated.update, decision.author, reports, stated, until))
+        return after
 
 
 def _pardon(penalties: AuditPenalties, stated: StatedPardon, cases: list[AuditCase]) -> AuditPenalties:

@@ -1,10 +1,11 @@
 """The work reports and decisions that a record may carry, by what its branch carries already. Pure.
 
 A record carries a report while the update's credit is pending: up to `hold_rounds` rounds after its own, once its
-auditors are drawn (`audits`). It carries none about an update that a decision has voided. The last quarter is for
-juries: an accusation that nobody could answer would cost its authors nothing. Each is by a key that was drawn for it,
-or the owner, and a branch carries one of a key, update and check. A record states the decisions that follow, no others,
-as it states weights: so credit can be folded from certificates alone.
+auditors are drawn (`audits`). It carries none about an update that a decision has voided. After a jury's decision it
+carries those of jurors, until they refute the reports that say the opposite. The last quarter is for juries: an
+accusation that nobody could answer would cost its authors nothing. Each is by a key that was drawn for it, or the
+owner, and a branch carries one of a key, update and check. A record states the decisions that follow, no others, as it
+states weights: so credit can be folded from certificates alone.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from protocol.report_rule import ACCUSERS, accusers, decide, drawn_reporters
 StakesAt = Callable[[RecordNode], Mapping[PeerKey, int]]
 
 NOTHING_PENDING = "it is about no update that is audited here"
+DECIDED = "a jury has decided about its update, or has convicted its author"
 
 
 @dataclass
@@ -38,8 +40,10 @@ class _AuditedUpdate:
     age: int
     """Rounds from its own to that of the next record."""
     reports: list[Signed[WorkReport]] = field(default_factory=list)
-    is_decided: bool = False
-    """A jury has decided about it, or has convicted its author since: that voids it, too."""
+    decisions: list[AuditDecision] = field(default_factory=list)
+    """Those of its jury."""
+    is_void: bool = False
+    """A jury has convicted its author, of it or of another update since."""
 
     def may_report(self, key: PeerKey) -> bool:
         """Return whether a key may be drawn. A stranger's report costs no draw: those take a millisecond or more."""
@@ -62,6 +66,19 @@ class _AuditedUpdate:
     def is_accused(self) -> bool:
         """True once the branch carries two auditors' accusations."""
         return len(accusers(self.reports, self.auditors)) >= ACCUSERS
+
+    @property
+    def is_decided(self) -> bool:
+        """True once a jury has decided about it, or has convicted its author since: that voids it, too."""
+        return self.is_void or bool(self.decisions)
+
+    @property
+    def is_closed(self) -> bool:
+        """True if no report on it changes anything: it is decided, and nobody who said the opposite keeps the stake."""
+        if not self.decisions or any(d.refuted for d in self.decisions):
+            return self.is_decided
+        opposite = (r.body.passed is self.decisions[0].convicted for r in self.reports if r.body.check == "replay")
+        return not any(opposite)
 
 
 class CarriedReports:
@@ -92,12 +109,14 @@ class CarriedReports:
         audited = self._named(record, update)
         if audited is None:
             return NOTHING_PENDING
-        if audited.is_decided:
-            return "a jury has decided about its update, or has convicted its author"
+        if audited.is_closed:
+            return DECIDED
         if author == audited.update.author:
             return "its author is the update's"
         if not audited.may_report(author) or (author not in audited.auditors and author not in audited.jury):
             return f"{author.short} was not drawn to report on its update"
+        if audited.is_decided and (check != "replay" or author not in audited.jury):
+            return DECIDED
         if author not in audited.auditors and not audited.is_accused:
             return "a juror reports when records carry two accusations"
         if check == "replay" and not audited.is_accused and audited.age > self._hold_rounds - self._hold_rounds // 4:
@@ -114,10 +133,9 @@ class CarriedReports:
         found = []
         for new in added.values():
             audited = self._audited(new[0])
-            if audited is not None and not audited.is_decided:
-                reports_so_far = [*audited.reports, *new]
-                about = audited.certificate, audited.seed, audited.update
-                found.append(decide(*about, reports_so_far, audited.stakes, self._rule))
+            if audited is not None and not audited.is_closed:
+                about = audited.certificate, audited.seed, audited.update, [*audited.reports, *new], audited.stakes
+                found.append(decide(*about, self._rule, is_decided=audited.is_decided))
         return tuple(sorted((d for d in found if d is not None), key=lambda d: (d.record, d.author)))
 
     @cached_property
@@ -136,14 +154,19 @@ class CarriedReports:
         return set() if audited is None or audited.is_decided else audited.auditors
 
     def jury_of(self, report: Signed[WorkReport]) -> Collection[PeerKey]:
-        """Return the jury of a report's update, once it has a case to judge; else nobody."""
+        """Return the jury of a report's update, while it has a case to judge; else nobody."""
         audited = self._audited(report)
-        return audited.jury.keys() if audited is not None and audited.is_accused and not audited.is_decided else ()
+        return audited.jury.keys() if audited is not None and audited.is_accused and not audited.is_closed else ()
 
     def is_decided(self, record: Digest, update: Digest) -> bool:
         """Return whether the branch carries a decision about an update, or a later conviction of its author."""
         audited = self._named(record, update)
         return audited is not None and audited.is_decided
+
+    def is_closed(self, record: Digest, update: Digest) -> bool:
+        """Return whether the branch may carry no more reports on an update: also none by jurors after a decision."""
+        audited = self._named(record, update)
+        return audited is not None and audited.is_closed
 
     def replayed_stake(self, record: Digest, update: Digest) -> int:
         """Return the stake of the keys whose replays of an update the branch carries; 0 once it is decided."""
@@ -195,7 +218,8 @@ class CarriedReports:
                 for later in reversed(newer):
                     audited.reports += [r for r in later.reports if r.body.update == update and r.body.record == record]
                     about = [d for d in later.decisions if d.author == header.author]
-                    audited.is_decided |= any(d.convicted or d.record == record for d in about)
+                    audited.decisions += [d for d in about if d.record == record]
+                    audited.is_void |= any(d.convicted for d in about)
                 return audited
             newer.append(body)
             following = node.seed

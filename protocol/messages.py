@@ -194,7 +194,8 @@ class WorkReport:
 class AuditDecision:
     """The decision of a jury about the update of `author` in a record (certificate digest).
 
-    `refuted`: the keys, ascending, that reported the opposite by the same check.
+    `refuted`: the keys, ascending, that reported the opposite by the same check. A branch may state a second decision
+    about an update, which convicts nobody, if the first one refutes nobody.
     """
 
     record: Digest

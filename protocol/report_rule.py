@@ -3,8 +3,10 @@
 Two failed replays by different auditors accuse. More than half of a jury's votes convict, with failed replays of
 their own; as many with passed ones acquit. All present keys with stake are the jury, and vote with it; of more than 64
 keys, 64 seats are drawn. Loss checks choose what is replayed and decide nothing. A replay that says the opposite of
-what a jury decided costs its author the stake: that keeps auditors honest. It costs nothing if the jury's own numbers
-were close to a threshold. Devices round differently, and an author could aim between two kinds of them.
+what more than half of a jury's votes clearly say costs its author the stake: that keeps auditors honest. Numbers close
+to a threshold say nothing clearly. Devices round differently, and an author could aim between two kinds of them.
+Jurors may go on to report after a decision, until the votes suffice: no minority decides by its numbers whose stake is
+lost.
 """
 
 from __future__ import annotations
@@ -64,12 +66,15 @@ def decide(
     reports: Iterable[Signed[WorkReport]],
     stakes: Mapping[PeerKey, int],
     rule: AuditRule,
+    *,
+    is_decided: bool = False,
 ) -> AuditDecision | None:
     """Return the decision about an update of a record; None while there is none.
 
     `reports` are in the order in which the chain carries them: of one key and check the first counts. Only those on
     this update count, by its auditors, its jury and the owner. `stakes` are those of `Chain.audit_stakes`. `seed` is
-    the one that drew the update's audit.
+    the one that drew the update's audit. `is_decided`: the chain has a decision about the update, which refutes nobody.
+    Then the only one that may follow does.
     """
     digest, author = certificate.digest, update.author
     auditors, jury = drawn_reporters(seed, update, stakes, rule)
@@ -82,8 +87,10 @@ def decide(
     for passed in (True, False):
         agreeing = {key: jury[key] for key, replay in results.items() if key in jury and replay.passed is passed}
         if 2 * sum(agreeing.values()) > total:
-            narrow = sum(votes for key, votes in agreeing.items() if is_narrow(results[key].scores))
+            clear = sum(votes for key, votes in agreeing.items() if not is_narrow(results[key].scores))
             opposite = (key for key, replay in results.items() if replay.passed is not passed)
-            refuted = () if 2 * narrow >= sum(agreeing.values()) else tuple(sorted(opposite))
-            return AuditDecision(digest, author, not passed, refuted)
+            refuted = tuple(sorted(opposite)) if 2 * clear > total else ()
+            if not is_decided:
+                return AuditDecision(digest, author, not passed, refuted)
+            return AuditDecision(digest, author, False, refuted) if refuted else None
     return None

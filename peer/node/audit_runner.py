@@ -219,7 +219,7 @@ class AuditRunner:
             return "the chain has left its record"
         if chain.height(chain.head) - chain.height(record) >= self.spec.credit.hold_rounds:
             return "its credit has settled"
-        if chain.reports_after(chain.head).is_decided(record, action.update):
+        if chain.reports_after(chain.head).is_closed(record, action.update):
             return "a jury has decided about it, or has convicted its author"
         return None
 

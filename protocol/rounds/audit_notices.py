@@ -13,14 +13,14 @@ from protocol.rounds.directive_gossip import because
 
 def notify_audits(context: Context, certificate: Certificate) -> None:
     """Report what a record of the chain says of audits: convictions, and what concerns this peer's own work."""
-    chain, me = context.chain, context.me
+    chain, me, body = context.chain, context.me, certificate.record.body
     _notify_pardon(context, certificate)
-    for decision in certificate.record.body.decisions:
+    for decision in body.decisions:
         if certificate.digest not in chain:
             continue
         if decision.convicted:
             _notify_conviction(context, certificate, decision)
-        elif decision.author == me:
+        elif decision.author == me and not _is_decided(context, body.parent, decision):
             measured = describe_replays(_reports(context, certificate, decision), passed=True)
             text = f"this peer was accused and acquitted: its {_update(context, decision)} was trained as it claims"
             context.notify("info", "acquitted", text + (f": {measured}" if measured else ""), me)
@@ -53,7 +53,8 @@ def _notify_accusations(context: Context, certificate: Certificate) -> None:
         if report.body.check != "replay" or report.body.passed or audited not in chain or audited == chain.root:
             continue
         updates = chain.certificate(audited).record.body.updates
-        if any(u.digest == report.body.update and u.author == context.me for u in updates):
+        is_mine = any(u.digest == report.body.update and u.author == context.me for u in updates)
+        if is_mine and not chain.reports_after(body.parent).is_decided(audited, report.body.update):
             found.setdefault(audited, []).append((report.author, report.body))
     for audited in sorted(found.keys() - {d.record for d in body.decisions if d.author == context.me}):
         number = chain.certificate(audited).record.body.round
@@ -88,8 +89,9 @@ def _notify_conviction(context: Context, certificate: Certificate, decision: Aud
 def _notify_refutation(context: Context, certificate: Certificate, decision: AuditDecision) -> None:
     """Report to this peer that a jury found the opposite of its own replay."""
     reports = _reports(context, certificate, decision)
-    own = describe_scores(report for key, report in reports if key == context.me and report.check == "replay")
-    jury = describe_replays(reports, passed=not decision.convicted)
+    mine = tuple(r for r in reports if r[0] == context.me and r[1].check == "replay")
+    own = describe_scores(report for _, report in mine)
+    jury = describe_replays(reports, passed=not mine[0][1].passed) if mine else ""
     compared = f": this peer found {own}, and {jury}" if own and jury else ""
     text = (
         f"THIS PEER'S REPORT IS REFUTED: a jury found the opposite of its replay of the {_update(context, decision)} "
@@ -105,6 +107,16 @@ def _reports(context: Context, certificate: Certificate, decision: AuditDecision
     chain = context.chain
     branch = islice(chain.ancestors(certificate.digest), context.policy.stake.hold_rounds + 1)
     return reports_behind(decision, (chain.certificate(record) for record in branch if record != chain.root))
+
+
+def _is_decided(context: Context, parent: Digest, decision: AuditDecision) -> bool:
+    """Return whether the branch up to `parent` decides about the same update: the decision then only refutes."""
+    chain = context.chain
+    if decision.record not in chain or decision.record == chain.root or parent not in chain:
+        return False
+    updates = chain.certificate(decision.record).record.body.updates
+    following = chain.reports_after(parent)
+    return any(u.author == decision.author and following.is_decided(decision.record, u.digest) for u in updates)
 
 
 def _round(context: Context, decision: AuditDecision) -> Round | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from protocol.audits import AuditRule, draw_auditors
 from protocol.chain import Chain, ChainLimits
@@ -94,12 +95,12 @@ def update_of(record: Certificate, author: PeerKey = LIAR) -> Signed[UpdateHeade
 
 
 def report(
-    record: Certificate, by: PeerKey, *, passed: bool = False, check: AuditCheck = "replay", author: PeerKey = LIAR
-) -> Signed[WorkReport]:
+    record: Certificate, by: PeerKey, *, passed: bool = False, check: AuditCheck = "replay", author: PeerKey = LIAR,
+    margin: float = 0.5,
+) -> Signed[WorkReport]:  # fmt: skip
     number, update = record.record.body.round, update_of(record, author).digest
-    return FakeSigner(by).sign(
-        WorkReport(RUN, number, record.digest, update, check, (Score("warm", float(passed), 0.5),))
-    )
+    score = Score("warm", 0.5 + (margin if passed else -margin), 0.5)
+    return FakeSigner(by).sign(WorkReport(RUN, number, record.digest, update, check, (score,)))
 
 
 def accused(branch: Branch) -> tuple[Certificate, list[PeerKey], list[PeerKey]]:
@@ -109,3 +110,34 @@ def accused(branch: Branch) -> tuple[Certificate, list[PeerKey], list[PeerKey]]:
     made = branch.add(*(report(record, key) for key in drawn[:2]))
     assert made.record.body.decisions == () and len(made.record.body.reports) == 2
     return record, list(drawn[:2]), [key for key in OTHERS if key not in drawn[:2]]
+
+
+@dataclass(frozen=True)
+class NarrowCase:
+    """A branch that decides about LIAR's update in `record`, by votes of which too few are clear to refute anybody.
+
+    The jury is OTHERS, with a vote each. `wrong` are those that reported the opposite, and `late` has not voted.
+    """
+
+    branch: Branch
+    record: Certificate
+    voted: tuple[PeerKey, ...]
+    wrong: tuple[PeerKey, ...]
+    late: PeerKey
+
+
+def decided_narrowly(*, passed: bool) -> NarrowCase:
+    """Return a case in which the jury acquits (`passed`) or convicts."""
+    branch = Branch()
+    for _ in range(HOLD + 1):
+        branch.add(without={LIAR})
+    record = branch.add()
+    accuser, *others = sorted(OTHERS, key=lambda k: k not in branch.auditors(record))
+    branch.add(report(record, accuser), report(record, OWNER.key))
+    wrong = (accuser, OWNER.key)
+    if not passed:
+        wrong = (others.pop(),)
+        branch.add(report(record, wrong[0], passed=True))
+    *voted, late = others
+    branch.add(*(report(record, k, passed=passed, margin=0.5 if n else 0.001) for n, k in enumerate(voted)))
+    return NarrowCase(branch, record, tuple(voted), tuple(sorted(wrong)), late)

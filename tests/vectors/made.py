@@ -634,15 +634,15 @@ def audits() -> dict[str, Any]:
         ],
         "due": [_due(name, windows) for name in range(8) for windows in ((64, 64, 300, 20), (700, 2000, 5000, 900))],
         "decisions": {
-            "authors": [key.hex() for key in _authors(7)],
+            "authors": [key.hex() for key in _authors(9)],
             "stakes": DECIDING,
-            "cases": [_decision(name) for name in range(24)],
+            "cases": [_decision(name) for name in range(18)],
         },
     }  # fmt: skip
 
 
-DECIDING = [5, 70, 64, 64, 30, 90, 0]
-"""Stakes of seven authors; the last one has none."""
+DECIDING = [5, 40, 43, 38, 41, 40, 37, 40, 0]
+"""Stakes of nine authors; the last one has none."""
 
 
 def _authors(count: int) -> list[PeerKey]:
@@ -673,27 +673,33 @@ VALUES = {True: (0.999, 0.985, 0.9849, 0.97), False: (0.5, 0.955, 0.9551, 0.9699
 
 
 def _decision(name: int) -> dict[str, Any]:
-    """Return reports about the update of the first of seven authors, in the order of the chain, and what they decide.
+    """Return reports about the update of the first of nine authors, each in its own record, and what these decide.
 
     Two auditors accuse it, or one in every eighth case. All others agree but for about one of six.
     """
-    authors = _authors(7)
+    authors = _authors(9)
     stakes = dict(zip(authors, DECIDING, strict=True))
     made = audited_certificate(f"decision {name}", dict.fromkeys(authors, 64))
     update, seed = made.record.body.updates[0], sha256(f"seed {name}".encode())
     accusers = draw_auditors(seed, authors[0], stakes, AuditRule())[: 1 if name % 8 == 7 else 2]
     rows, reports = [], []
-    for turn, reporter in enumerate([*map(authors.index, accusers), 6, 5, 4, 3, 2, 1]):
+    for turn, reporter in enumerate([*map(authors.index, accusers), *range(8, 0, -1)]):
         kind, other, close = sha256(f"report {name} {turn}".encode())[:3]
         passed = turn >= len(accusers) and (name % 2 == 0) is (other >= 40)
-        value = VALUES[passed][close % 4 if name % 4 < 2 else close % 2]
+        value = VALUES[passed][close % 4 if name % 4 < 2 and turn < 6 else close % 2]
         scores, check = (Score("scale", 0.99, 0.8), Score("signs", value, 0.97)), "loss" if kind < 20 else "replay"
         body = WorkReport(made.record.body.run, Round(3), made.digest, update.digest, check, scores)
         reports.append(Signed(body, authors[reporter], digest(f"report {name} {turn}"), b""))
         rows.append({"by": reporter, "check": check, "scores": [[s.value, s.threshold] for s in scores]})
-    decision = decide(made, seed, update, reports, stakes, AuditRule(jury=64))
-    said = decision and {"convicted": decision.convicted, "refuted": [authors.index(k) for k in decision.refuted]}
-    return {"seed": seed.hex(), "reports": rows, "decision": said}
+    said: list[dict[str, Any]] = []
+    for n in range(1, len(reports) + 1):
+        decision = decide(made, seed, update, reports[:n], stakes, AuditRule(jury=64), is_decided=bool(said))
+        if decision is not None:
+            refuted = [authors.index(k) for k in decision.refuted]
+            said.append({"reports": n, "convicted": decision.convicted, "refuted": refuted})
+            if refuted:
+                break
+    return {"seed": seed.hex(), "reports": rows, "decisions": said}
 
 
 def _votes(authors: Sequence[PeerKey], jury: Mapping[PeerKey, int]) -> list[int]:

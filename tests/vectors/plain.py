@@ -386,9 +386,10 @@ def jury(seed: bytes, author: bytes, stakes: dict[bytes, int], seats: int) -> di
 
 
 def decision(
-    auditors: Sequence[bytes], votes: dict[bytes, int], reports: Sequence[tuple[bytes, str, list[list[float]]]]
-) -> tuple[bool, list[bytes]] | None:
-    """Return whether a jury convicts, and whom it refutes; None while it is undecided (docs/audits.md, What convicts).
+    auditors: Sequence[bytes], votes: dict[bytes, int], reports: Sequence[tuple[bytes, str, list[list[float]]]],
+    is_second: bool,
+) -> tuple[bool, list[bytes]] | None:  # fmt: skip
+    """Return whether a jury convicts, and whom it refutes; None if it states nothing (docs/audits.md, What convicts).
 
     `votes`: the jury's. `reports`: author, check, and each score's value and threshold, in the order of the chain.
     """
@@ -400,11 +401,10 @@ def decision(
         return None
     for convicts in (False, True):
         agreeing = [a for a, margin in margins.items() if (margin < 0) is convicts and a in votes]
-        mass = sum(votes[a] for a in agreeing)
-        if 2 * mass > sum(votes.values()):
-            is_close = 2 * sum(votes[a] for a in agreeing if abs(margins[a]) < 0.015) >= mass
-            opposite = sorted(a for a, margin in margins.items() if (margin < 0) is not convicts)
-            return convicts, [] if is_close else opposite
+        if 2 * sum(votes[a] for a in agreeing) > sum(votes.values()):
+            is_clear = 2 * sum(votes[a] for a in agreeing if abs(margins[a]) >= 0.015) > sum(votes.values())
+            refuted = sorted(a for a, margin in margins.items() if (margin < 0) is not convicts) if is_clear else []
+            return None if is_second and not refuted else (convicts and not is_second, refuted)
     return None
 
 

@@ -399,11 +399,16 @@ def test_the_decisions_that_follow_from_reports():
         auditors = plain.draw_by_stake(b"cairn/v1/auditors" + seed + authors[0], others, 3)
         votes = plain.jury(seed, authors[0], stakes, 64)
         reports = [(authors[r["by"]], r["check"], r["scores"]) for r in case["reports"]]
-        found = plain.decision(auditors, votes, reports)
-        said = found and {"convicted": found[0], "refuted": [authors.index(key) for key in found[1]]}
-        assert said == case["decision"]
-        seen.add(None if found is None else (found[0], bool(found[1])))
-    assert seen == {None, (False, False), (False, True), (True, False), (True, True)}
+        said: list[dict[str, Any]] = []
+        for n in range(1, len(reports) + 1):
+            if not any(d["refuted"] for d in said):
+                found = plain.decision(auditors, votes, reports[:n], bool(said))
+                refuted = [] if found is None else [authors.index(key) for key in found[1]]
+                said += [] if found is None else [{"reports": n, "convicted": found[0], "refuted": refuted}]
+        assert said == case["decisions"]
+        seen.add(tuple((d["convicted"], bool(d["refuted"])) for d in said))
+    acquits, convicts, refutes = (False, False), (True, False), (False, True)
+    assert seen >= {(), (acquits,), (convicts,), (refutes,), (acquits, refutes), (convicts, refutes)}, seen
 
 
 @pytest.mark.parametrize("case", cases("weighing"), ids=lambda c: c["name"])

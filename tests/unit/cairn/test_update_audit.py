@@ -217,7 +217,7 @@ def test_reports_and_the_decision_are_those_about_this_update():
     path = [SimpleNamespace(record=SimpleNamespace(body=b)) for b in bodies]
     chain = SimpleNamespace(head=w.chain.head, path=lambda after, to: path, height=w.chain.height)
     found = findings_on(cast(Any, chain), audited.certificate, audited.update)
-    assert found == ChainFindings(((2, about),), (3, decision), 3)
+    assert found == ChainFindings(((2, about),), ((3, decision),), 3)
 
 
 async def test_the_chain_is_read_until_the_round_and_what_members_speak_of(monkeypatch):
@@ -248,7 +248,7 @@ def answer(scores: tuple[Score, ...]) -> AuditAnswer:
 async def test_what_the_process_measures_is_the_result():
     w = World()
     found = await make_check(w.node, w.find(), "replay", cast(Any, Process(answer(BAD))))
-    assert found.scores == BAD and not found.passed and found.chain == ChainFindings((), None, 3)
+    assert found.scores == BAD and not found.passed and found.chain == ChainFindings((), (), 3)
     assert (await make_check(w.node, w.find(), "replay", cast(Any, Process(answer(GOOD))))).passed
 
 
@@ -301,7 +301,7 @@ def test_the_result_has_the_numbers_of_this_machine_beside_those_of_the_reports(
     audited = replace(w.find(), name="noisy")
     reports = ((2, report(audited, BAD)), (3, report(audited, GOOD, by="owner")))
     decision = AuditDecision(audited.certificate.digest, AUTHOR.key, True, (peer(1).key,))
-    found = RepeatedCheck(audited, "replay", BAD, 12.3, ChainFindings(reports, (3, decision), 9))
+    found = RepeatedCheck(audited, "replay", BAD, 12.3, ChainFindings(reports, ((3, decision),), 9))
     assert lines(found, OWNER.key) == [
         f"update    of noisy ({AUTHOR.key})",
         "          round 1, windows 8 to 16",
@@ -316,10 +316,16 @@ def test_the_result_has_the_numbers_of_this_machine_beside_those_of_the_reports(
         f"decision  round 3 convicts the author, and refutes {peer(1).key.short}",
         "result    FAILED",
     ]
+    late = AuditDecision(audited.certificate.digest, AUTHOR.key, False, (peer(1).key,))
+    chain = ChainFindings(reports, ((3, replace(decision, refuted=())), (5, late)), 9)
+    assert lines(replace(found, chain=chain), OWNER.key)[-3:-1] == [
+        "decision  round 3 convicts the author",
+        f"decision  round 5 refutes {peer(1).key.short}",
+    ]
 
 
 def test_a_failed_loss_check_is_no_accusation():
-    found = RepeatedCheck(World().find(), "loss", BAD, 1.0, ChainFindings((), None, 3))
+    found = RepeatedCheck(World().find(), "loss", BAD, 1.0, ChainFindings((), (), 3))
     shown = lines(found, OWNER.key)
     assert shown[0] == f"update    of {AUTHOR.key}" and "carries no report" in "\n".join(shown)
     assert "accuses nobody" in shown[-2] and shown[-1] == "result    FAILED"

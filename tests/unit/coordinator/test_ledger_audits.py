@@ -112,6 +112,34 @@ def test_a_pardon_ends_the_bar_and_is_named_in_its_case(story, final: bool):
     assert index.barred_until(liar, 5) is None and index.bars(5) == []
 
 
+@pytest.mark.parametrize("final", [True, False])
+def test_late_votes_and_whom_they_refute_are_shown_with_the_first_decision(story, final: bool):
+    audited, threshold = story.round(), 0.97
+    update = next(u for u in audited.record.body.updates if u.author == peer(LIAR).key)
+
+    def told(by: int, value: float):
+        return story.chain.report(audited, LIAR, by, Score("signs", value, threshold))
+
+    story.round(reports=[told(1, 0.5), told(2, 0.5)])
+    story.round(reports=[told(3, 0.971)], decisions=[AuditDecision(audited.digest, peer(LIAR).key, False)])
+    refuted = AuditDecision(audited.digest, peer(LIAR).key, False, (peer(1).key, peer(2).key))
+    first_known, index = len(story.ledger.decisions()), AuditIndex(AuditRule(), 8)
+    story.round(reports=[told(0, 0.5)], decisions=[refuted])
+    rounds = [credits_of(c, RULE) for c in story.chain.certificates]
+    recent = RecentRounds(() if final else tuple(rounds[-1:]), {c.record: c for c in rounds}, rounds[-1].round)
+    decisions, reports = story.ledger.decisions(), story.ledger.work_reports(SPEC.run_id, Round(0))
+    if not final:
+        decisions, reports = decisions[:first_known], [r for r in reports if r.carried < rounds[-1].round]
+    for _ in range(2):  # to follow the same rounds again adds nothing
+        index.restore(decisions, [], reports, recent)
+        index.follow(recent)
+    (case,) = index.decided
+    assert (case.stated, case.update, case.is_conviction) == (2, update.digest, False)
+    assert case.outcome is not None and case.outcome.decision.refuted == refuted.refuted
+    assert sorted(r.carried for r in case.reports) == [1, 1, 2, 3] and not index.undecided
+    assert all(index.penalties.of(key).stakeless_until == 4 for key in refuted.refuted)
+
+
 def test_what_accuses_earlier_updates_of_the_convicted_is_not_open_any_more(story):
     index, audited = AuditIndex(AuditRule(), 8), story.round()
     story.round(reports=[story.chain.report(audited, n, 3, Score("signs", 0.7, 0.97)) for n in (LIAR, 1)])

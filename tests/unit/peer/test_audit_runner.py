@@ -417,7 +417,7 @@ async def test_an_author_cannot_choose_a_key_that_is_replayed_last(tmp_path):
 async def test_what_is_decided_is_not_checked_any_more(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     async with world(tmp_path) as w:
-        monkeypatch.setattr(CarriedReports, "is_decided", lambda _reports, _record, _update: True)
+        monkeypatch.setattr(CarriedReports, "is_closed", lambda _reports, _record, _update: True)
         w.ask(2)
         await w.done(1)
         assert not w.process.asked and not w.posted

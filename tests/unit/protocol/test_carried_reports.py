@@ -20,7 +20,18 @@ from protocol.report_rule import drawn_reporters
 from protocol.rounds import report_pool
 from protocol.rounds.report_pool import ReportPool
 from tests.simulation.signer import FakeSigner, certificate
-from tests.support.audited_branch import HOLD, LIAR, OTHERS, WINDOWS, Branch, accused, pardon, report, update_of
+from tests.support.audited_branch import (
+    HOLD,
+    LIAR,
+    OTHERS,
+    WINDOWS,
+    Branch,
+    accused,
+    decided_narrowly,
+    pardon,
+    report,
+    update_of,
+)
 from tests.support.empty_chain import OWNER, RUN, STATE
 
 
@@ -105,6 +116,36 @@ def test_half_of_the_stake_decides_nothing_and_more_acquits_and_takes_the_accuse
     assert made.record.body.decisions == (AuditDecision(record.digest, LIAR, False, refuted),)
     assert first not in chain.stakes(chain.head) and LIAR in chain.stakes(chain.head)
     assert not chain.is_barred(first, chain.head) and chain.barred_until(LIAR, chain.head) == 0
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_jurors_report_after_a_decision_until_their_votes_refute_and_no_longer(passed):
+    case = decided_narrowly(passed=passed)
+    chain, record, update = case.branch.chain, case.record, update_of(case.record).digest
+    decided = chain.certificate(chain.head).record.body.decisions
+    assert decided == (AuditDecision(record.digest, LIAR, not passed),)
+    following, last = chain.reports_after(chain.head), report(record, case.late, passed=passed)
+    assert following.is_decided(record.digest, update) and not following.is_closed(record.digest, update)
+    assert case.late in following.jury_of(last) and not following.auditors_of(last)
+    again = report(record, case.voted[0], passed=passed)
+    for told, why in ((report(record, case.late, check="loss"), "has decided"), (again, "carries the report")):
+        assert why in str(following.report_refusal(told))
+    pool = ReportPool(case.voted[0], chain)
+    assert pool.add(last) and pool.to_include(chain.head)[0] == (last,)
+    bar = chain.barred_until(LIAR, chain.head)
+    made = case.branch.add(last)
+    assert made.record.body.decisions == (AuditDecision(record.digest, LIAR, False, case.wrong),)
+    assert not chain.stakes(chain.head).keys() & set(case.wrong) and case.voted[0] in chain.stakes(chain.head)
+    assert chain.barred_until(LIAR, chain.head) == bar, "nobody is convicted twice"
+    assert chain.reports_after(chain.head).is_closed(record.digest, update)
+
+
+def test_a_conviction_that_nobody_contradicts_leaves_nothing_to_report(branch):
+    record, _, jurors = accused(branch)
+    branch.add(*(report(record, key, margin=0.001) for key in jurors[:2]))
+    following = branch.chain.reports_after(branch.chain.head)
+    assert following.is_closed(record.digest, update_of(record).digest)
+    assert "has decided" in str(following.report_refusal(report(record, jurors[2])))
 
 
 def test_reports_that_are_late_foreign_repeated_or_by_others_are_refused(branch):

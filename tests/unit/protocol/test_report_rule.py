@@ -51,8 +51,9 @@ def fine(by: Iterable[PeerKey], check: AuditCheck = "replay") -> list[Signed[Wor
     return [report(k, passed=True, check=check) for k in by]
 
 
-def decided(*reports: Iterable[Signed[WorkReport]]) -> AuditDecision | None:
-    return decide(RECORD, SEED, UPDATE, [r for some in reports for r in some], STAKES, RULE)
+def decided(*reports: Iterable[Signed[WorkReport]], is_decided: bool = False) -> AuditDecision | None:
+    told = [r for some in reports for r in some]
+    return decide(RECORD, SEED, UPDATE, told, STAKES, RULE, is_decided=is_decided)
 
 
 def convicted(*refuted: PeerKey) -> AuditDecision:
@@ -101,6 +102,25 @@ def test_where_the_jurys_own_numbers_were_close_to_a_threshold_nobody_is_refuted
     assert outcome(1, 0.001) == outcome(4, NARROW + 1e-9) == refuted
 
 
+@pytest.mark.parametrize("passed", [True, False])
+def test_two_fifths_of_the_votes_take_nobodys_stake_by_their_numbers_and_save_nobodys(passed):
+    liars, honest = JURY[:2], JURY[2:]
+    accused, opposite = failed(AUDITORS[:2]), [report(AUDITORS[2], passed=not passed)]
+    # Clear numbers of two jurors and narrow ones of a third refute nobody, now or later.
+    clear = [report(k, passed=passed) for k in liars]
+    narrow = [report(k, passed=passed, margin=0.001) for k in honest]
+    assert decided(accused, opposite, clear, narrow[:1]) == AuditDecision(RECORD.digest, LIAR, not passed)
+    assert decided(accused, opposite, clear, narrow, is_decided=True) is None
+    # Narrow numbers of two jurors spare nobody, once the others have reported.
+    narrow = [report(k, passed=passed, margin=0.001) for k in liars]
+    clear = [report(k, passed=passed) for k in honest]
+    assert decided(accused, opposite, narrow, clear[:1]) == AuditDecision(RECORD.digest, LIAR, not passed)
+    assert decided(accused, opposite, narrow, clear[:2], is_decided=True) is None
+    refuted = tuple(sorted(AUDITORS if passed else AUDITORS[2:]))
+    late = decided(accused, opposite, narrow, clear, is_decided=True)
+    assert late == AuditDecision(RECORD.digest, LIAR, False, refuted), "it convicts nobody a second time"
+
+
 def test_the_first_report_of_a_key_counts():
     reports = failed(AUDITORS[:2]), failed(JURY[:3]), fine(JURY)
     assert decided(*reports) == convicted(*JURY[3:])
@@ -144,6 +164,22 @@ def test_less_than_half_of_the_stake_decides_nothing_of_a_small_swarm(reports, c
     honest = [report(k, passed=not lie) for k in STAKES if k not in coalition and k != LIAR]
     outcome = decide(RECORD, SEED, UPDATE, [*theirs, *honest], STAKES, rule)
     assert outcome is None or outcome.convicted is lie
+
+
+@given(REPORTS, st.sets(st.sampled_from([k for k in STAKES if k != LIAR]), max_size=5), st.booleans())
+def test_less_than_half_of_the_stake_takes_no_honest_stake_and_loses_its_own(reports, coalition, lie):
+    # All others say the opposite and clearly, however close the numbers are that the coalition invents.
+    rule = replace(RULE, jury=64)
+    theirs = [r for r in reports if r.author in coalition]
+    theirs += [report(k, passed=lie, margin=m) for k in sorted(coalition) for m in (0.001, 0.5)]
+    honest = [report(k, passed=not lie) for k in STAKES if k not in coalition and k != LIAR]
+    outcome = decide(RECORD, SEED, UPDATE, [*theirs, *honest], STAKES, rule, is_decided=True)
+    wrong = {r.author for r in reversed(theirs) if r.body.check == "replay" and r.body.passed is lie}
+    first = {r.author: r.body.passed for r in reversed(theirs) if r.body.check == "replay"}
+    accused = sum(passed is False for key, passed in (*first.items(), *((r.author, not lie) for r in honest))
+                  if key in draw_auditors(SEED, LIAR, STAKES, rule)) >= 2  # fmt: skip
+    liars = {key for key in wrong if first[key] is lie}
+    assert (set() if outcome is None else set(outcome.refuted)) == (liars if accused else set())
 
 
 def verdict(name: object, *refuted: PeerKey, convicted: bool = True) -> AuditDecision:

@@ -13,7 +13,7 @@ from protocol.rounds.context import Context
 from protocol.rounds.policy import RoundPolicy
 from protocol.stake import StakeRule
 from tests.simulation.signer import FakeSigner
-from tests.support.audited_branch import HOLD, LIAR, OTHERS, Branch, accused, pardon, report
+from tests.support.audited_branch import HOLD, LIAR, OTHERS, Branch, accused, decided_narrowly, pardon, report
 from tests.support.empty_chain import OWNER, RUN, STATE
 
 ONE, TWO = (PeerKey(sha256(name)) for name in (b"one", b"two"))
@@ -114,6 +114,26 @@ def test_a_juror_that_spared_a_liar_reads_of_both_decisions():
     )
     assert "this peer found warm 1 where 0.5 is needed, and the replays of 4 peers" in refuted.text
     assert "found warm 0 where" in refuted.text
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_whoever_late_votes_refute_reads_so_and_others_read_nothing_a_second_time(passed):
+    case = decided_narrowly(passed=passed)
+    wrong = next(k for k in case.wrong if k != OWNER.key)
+    assert [n.kind for n in notices(case.branch, wrong)] == ([] if passed else ["convicted"])
+    assert [n.kind for n in notices(case.branch, LIAR)] == (["acquitted"] if passed else ["convicted"])
+    case.branch.add(report(case.record, case.late, passed=passed))
+    (notice,) = notices(case.branch, wrong)
+    assert notice.kind == "refuted"
+    own, jury = ("warm 0", "warm 0.501 to 1") if passed else ("warm 1", "warm 0 to 0.499")
+    assert f"this peer found {own} where 0.5 is needed" in notice.text and f"found {jury} where" in notice.text
+    assert notices(case.branch, LIAR) == []
+
+
+def test_the_acquitted_reads_of_no_accusation_that_a_juror_makes_later():
+    case = decided_narrowly(passed=True)
+    case.branch.add(report(case.record, case.late))
+    assert notices(case.branch, LIAR) == []
 
 
 def test_a_notice_without_the_audited_record_in_memory_still_says_what_it_costs(convicted):

@@ -17,7 +17,7 @@ from protocol.rounds.audit_scheduler import MAX_ATTEMPTS, AuditScheduler
 from protocol.rounds.events import AuditNotMade, UpdateAudited
 from protocol.rounds.report_pool import ReportPool
 from tests.simulation.signer import FakeSigner
-from tests.support.audited_branch import HOLD, LIAR, OTHERS, Branch, accused, report, update_of
+from tests.support.audited_branch import HOLD, LIAR, OTHERS, Branch, accused, decided_narrowly, report, update_of
 from tests.support.empty_chain import KEYS, OWNER, RUN
 
 
@@ -389,6 +389,22 @@ def test_what_two_accuse_is_requested_again_as_accused_and_not_after_a_decision(
     branch.add(*(report(record, key) for key in others[1:]))
     assert branch.chain.certificate(branch.chain.head).record.body.decisions
     assert attempts(branch, auditor, wanted, 3) == []
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_a_juror_replays_what_is_decided_while_its_vote_may_refute(passed):
+    case = decided_narrowly(passed=passed)
+    auditor = Auditor(case.branch, case.late)
+    auditor.work.round_begun(case.branch.chain.head)
+    (wanted,) = [a for a in auditor.requested() if a.update == update_of(case.record).digest and a.is_accused]
+    auditor.fail(wanted)
+    case.branch.add()
+    auditor.work.round_begun(case.branch.chain.head)
+    assert wanted in auditor.requested()
+    for other in (case.voted[0], OWNER.key):
+        auditor = Auditor(case.branch, other)
+        auditor.work.round_begun(case.branch.chain.head)
+        assert not [a for a in auditor.requested() if a.update == wanted.update and a.check != "screen"]
 
 
 def checks_by(branch: Branch, me: PeerKey) -> set[tuple[int, PeerKey, UpdateCheck]]:
