@@ -158,8 +158,8 @@ class AuditIndex:
                     stated = StatedDecision(credits.round, credits.record, *found, decision, None)
                     penalties = self._decide(penalties, stated, by_update, cases)
         for i, case in enumerate(cases):  # jurors may report after the decision
-            late = by_update.pop((case.record, case.author), ())
-            cases[i] = replace(case, reports=(*case.reports, *late))
+            if late := by_update.pop((case.record, case.author), ()):
+                cases[i] = replace(case, reports=(*case.reports, *late))
         self.penalties = penalties
         self.decided = tuple(reversed(cases[-MAX_DECIDED:]))
         self._convictions = {c.author: c for c in cases if c.is_conviction}
@@ -182,10 +182,14 @@ class AuditIndex:
         """
         decision = stated.decision
         after = penalties.after(decision, stated.stated, self._rule.bar_rounds)
-        for i, case in enumerate(cases):
-            if (case.record, case.author) == (decision.record, decision.author) and case.outcome is not None:
-                whole = replace(case.outcome.decision, refuted=decision.refuted)
-                cases[i] = replace(case, outcome=replace(case.outcome, decision=whole))
+        oldest = stated.stated - self._hold_rounds
+        for i in range(len(cases) - 1, -1, -1):
+            case, first = cases[i], cases[i].outcome
+            if first is None or first.stated < oldest:
+                break  # those before are as old
+            if (case.record, case.author) == (decision.record, decision.author):
+                whole = replace(first.decision, refuted=decision.refuted)
+                cases[i] = replace(case, outcome=replace(first, decision=whole))
                 return after
         reports = tuple(by_update.pop((decision.record, decision.author), ()))
         until = after.of(decision.author).barred_until if decision.convicted else Round(0)

@@ -1,11 +1,11 @@
 """The work reports and decisions that a record may carry, by what its branch carries already. Pure.
 
 A record carries a report while the update's credit is pending: up to `hold_rounds` rounds after its own, once its
-auditors are drawn (`audits`). It carries none about an update that a decision has voided. After a jury's decision it
-carries those of jurors, until they refute the reports that say the opposite. The last quarter is for juries: an
-accusation that nobody could answer would cost its authors nothing. Each is by a key that was drawn for it, or the
-owner, and a branch carries one of a key, update and check. A record states the decisions that follow, no others, as it
-states weights: so credit can be folded from certificates alone.
+auditors are drawn (`audits`). After a decision about the update, or a conviction that voids it, it carries none. Exempt
+are jurors' replays that agree with their jury's decision, until they refute those that do not. The last quarter is for
+juries: an accusation that nobody could answer would cost its authors nothing. Each is by a key that was drawn for it,
+or the owner, and a branch carries one of a key, update and check. A record states the decisions that follow, no others,
+as it states weights: so credit can be folded from certificates alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from protocol.audits import AuditRule, AuditSeeds, audit_seed
 from protocol.ids import Digest, PeerKey
 from protocol.messages import AuditCheck, AuditDecision, Certificate, RoundRecord, Signed, UpdateHeader, WorkReport
 from protocol.record_node import RecordNode
-from protocol.report_rule import ACCUSERS, accusers, decide, drawn_reporters
+from protocol.report_rule import ACCUSERS, accusers, decide, drawn_reporters, may_refute
 
 StakesAt = Callable[[RecordNode], Mapping[PeerKey, int]]
 
@@ -74,11 +74,10 @@ class _AuditedUpdate:
 
     @property
     def is_closed(self) -> bool:
-        """True if no report on it changes anything: it is decided, and nobody who said the opposite keeps the stake."""
+        """True once it is decided and no further report changes anything: none may refute anybody."""
         if not self.decisions or any(d.refuted for d in self.decisions):
             return self.is_decided
-        opposite = (r.body.passed is self.decisions[0].convicted for r in self.reports if r.body.check == "replay")
-        return not any(opposite)
+        return not may_refute(self.decisions[0], self.reports, self.jury, self.stakes)
 
 
 class CarriedReports:
@@ -102,10 +101,15 @@ class CarriedReports:
         body, audited = report.body, self._audited(report)
         if audited is None:
             return NOTHING_PENDING
+        if audited.decisions and body.passed is audited.decisions[0].convicted:
+            return DECIDED
         return self.refusal(body.record, body.update, report.author, body.check)
 
     def refusal(self, record: Digest, update: Digest, author: PeerKey, check: AuditCheck) -> str | None:
-        """Return why the next record may carry no report of a key about an update by a check; None when it may."""
+        """Return why the next record may carry no report of a key about an update by a check; None when it may.
+
+        Once the update is decided, it depends on the result, too (`report_refusal`).
+        """
         audited = self._named(record, update)
         if audited is None:
             return NOTHING_PENDING

@@ -73,8 +73,8 @@ def decide(
 
     `reports` are in the order in which the chain carries them: of one key and check the first counts. Only those on
     this update count, by its auditors, its jury and the owner. `stakes` are those of `Chain.audit_stakes`. `seed` is
-    the one that drew the update's audit. `is_decided`: the chain has a decision about the update, which refutes nobody.
-    Then the only one that may follow does.
+    the one that drew the update's audit. `is_decided`: the chain has one about the update already, which refutes
+    nobody. Then only one that refutes may follow.
     """
     digest, author = certificate.digest, update.author
     auditors, jury = drawn_reporters(seed, update, stakes, rule)
@@ -90,7 +90,23 @@ def decide(
             clear = sum(votes for key, votes in agreeing.items() if not is_narrow(results[key].scores))
             opposite = (key for key, replay in results.items() if replay.passed is not passed)
             refuted = tuple(sorted(opposite)) if 2 * clear > total else ()
-            if not is_decided:
-                return AuditDecision(digest, author, not passed, refuted)
-            return AuditDecision(digest, author, False, refuted) if refuted else None
+            if is_decided and not refuted:
+                return None
+            return AuditDecision(digest, author, not passed and not is_decided, refuted)
     return None
+
+
+def may_refute(
+    decision: AuditDecision, reports: Iterable[Signed[WorkReport]], jury: Mapping[PeerKey, int],
+    stakes: Mapping[PeerKey, int],
+) -> bool:  # fmt: skip
+    """Return whether jurors' votes may yet cost anybody the stake who reported the opposite of a decision.
+
+    `reports`: those by auditors and jurors on the update, in their order. Somebody among them must have stake to lose,
+    and more than half of all votes must be clear, or not cast yet.
+    """
+    results = _replays(reports := tuple(reports), {r.author for r in reports})
+    opposite = {key for key, replay in results.items() if replay.passed is decision.convicted}
+    narrow = {key for key, replay in results.items() if is_narrow(replay.scores)}
+    left = sum(votes for key, votes in jury.items() if key not in opposite | narrow and key != decision.author)
+    return any(stakes.get(key, 0) for key in opposite) and 2 * left > sum(jury.values())

@@ -98,7 +98,8 @@ AUDIT_CASE = of(
     },
     description="`peer` is the author of the audited `update` in `record`, of `round`. `reports`: failed ones first, "
     "at most 24; `carried`: the round whose record carries it. `accusers`: keys with a failed replay. "
-    "`micro_credits_voided` is null until the deciding record is final. `refuted`: who reported the opposite.",
+    "`micro_credits_voided` is null until the deciding record is final. `refuted`: who reported the opposite, "
+    "and lost the stake, by this record or a later one.",
 )
 
 PEER = of(

@@ -158,7 +158,7 @@ class AuditRunner:
 
         First come accused updates: many newcomers must not keep a jury from its work. Then come replays of keys without
         stake: all of their updates are to be replayed, whatever else is found. Then come updates that failed a loss
-        check, then screens, which are cheap, then loss checks, then replays.
+        check, then screens, which are cheap, then accused updates that are decided, then loss checks, then replays.
 
         Of accused updates the one comes first on which keys with the most stake have reported. A liar sends a fake in
         each round, and jurors who took the newest would each replay another one, and convict by none.
@@ -170,14 +170,15 @@ class AuditRunner:
         action, certificate = waiting.action, waiting.action.certificate
         replayed = 0
         if action.is_accused:
-            kind = 0
-            replayed = self.chain.reports_after(self.chain.head).replayed_stake(certificate.digest, action.update)
+            following = self.chain.reports_after(self.chain.head)
+            kind = 4 if following.is_decided(certificate.digest, action.update) else 0
+            replayed = following.replayed_stake(certificate.digest, action.update)
         elif waiting.is_new and action.check == "replay":
             kind = 1
         elif action.update in self._strange:
             kind = 2
         else:
-            kind = {"screen": 3, "loss": 4, "replay": 5}[action.check]
+            kind = {"screen": 3, "loss": 5, "replay": 6}[action.check]
         return kind, -replayed, -certificate.record.body.round, sha256(action.seed, _author(action))
 
     @property
@@ -219,7 +220,10 @@ class AuditRunner:
             return "the chain has left its record"
         if chain.height(chain.head) - chain.height(record) >= self.spec.credit.hold_rounds:
             return "its credit has settled"
-        if chain.reports_after(chain.head).is_closed(record, action.update):
+        following = chain.reports_after(chain.head)
+        # After a decision only a juror's replay is wanted, while it may cost others the stake.
+        is_over = following.is_closed if action.is_accused else following.is_decided
+        if is_over(record, action.update):
             return "a jury has decided about it, or has convicted its author"
         return None
 

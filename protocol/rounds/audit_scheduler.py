@@ -8,7 +8,8 @@ what anybody accuses. The checks themselves are the driver's: `AuditUpdate`, ans
 
 A check that could not be made is requested again in later rounds, while a record may still carry its report. A peer
 that was away, or has started again, catches up: it requests the checks of all records whose reports may still be
-carried. It repeats none whose report a record carries, and makes none of an author that is convicted already.
+carried. It repeats none whose report a record carries, and makes none of an author that is convicted already, unless
+its vote may cost others the stake who spared that author.
 """
 
 from __future__ import annotations

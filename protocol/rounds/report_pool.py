@@ -81,6 +81,7 @@ class ReportPool:
             if following.report_refusal(report) is None:
                 is_replay, passed = report.body.check == "replay", report.body.passed
                 decides = is_replay and (not passed or bool(following.jury_of(report)))
+                decides = decides and not following.is_decided(report.body.record, report.body.update)
                 turns[decides, report.author] += 1
                 ranked.append((not decides, turns[decides, report.author], place, report))
         reports = [r for *_, r in sorted(ranked, key=lambda item: item[:3])[:MAX_REPORTS]]

@@ -11,7 +11,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -393,10 +393,7 @@ def decision(
 
     `votes`: the jury's. `reports`: author, check, and each score's value and threshold, in the order of the chain.
     """
-    margins: dict[bytes, float] = {}
-    for author, check, scores in reports:
-        if check == "replay" and (author in auditors or author in votes):
-            margins.setdefault(author, min(value - threshold for value, threshold in scores))
+    margins = _margins(reports, {*auditors, *votes})
     if sum(author in auditors and margin < 0 for author, margin in margins.items()) < 2:
         return None
     for convicts in (False, True):
@@ -406,6 +403,26 @@ def decision(
             refuted = sorted(a for a, margin in margins.items() if (margin < 0) is not convicts) if is_clear else []
             return None if is_second and not refuted else (convicts and not is_second, refuted)
     return None
+
+
+def _margins(reports: Sequence[tuple[bytes, str, list[list[float]]]], drawn: Collection[bytes]) -> dict[bytes, float]:
+    found: dict[bytes, float] = {}
+    for author, check, scores in reports:
+        if check == "replay" and author in drawn:
+            found.setdefault(author, min(value - threshold for value, threshold in scores))
+    return found
+
+
+def may_refute(
+    convicted: bool, author: bytes, votes: dict[bytes, int], stakes: dict[bytes, int],
+    reports: Sequence[tuple[bytes, str, list[list[float]]]],
+) -> bool:  # fmt: skip
+    """Return whether a second decision may follow one that refutes nobody (docs/audits.md, What convicts)."""
+    margins = _margins(reports, {key for key, _, _ in reports})
+    opposite = {key for key, margin in margins.items() if (margin < 0) is not convicted}
+    close = {key for key, margin in margins.items() if abs(margin) < 0.015}
+    left = sum(n for key, n in votes.items() if key not in {*opposite, *close, author})
+    return any(stakes.get(key) for key in opposite) and 2 * left > sum(votes.values())
 
 
 def due_checks(seed: bytes, updates: Sequence[tuple[bytes, int, int]]) -> list[str | None]:

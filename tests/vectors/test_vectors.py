@@ -401,14 +401,17 @@ def test_the_decisions_that_follow_from_reports():
         reports = [(authors[r["by"]], r["check"], r["scores"]) for r in case["reports"]]
         said: list[dict[str, Any]] = []
         for n in range(1, len(reports) + 1):
-            if not any(d["refuted"] for d in said):
-                found = plain.decision(auditors, votes, reports[:n], bool(said))
-                refuted = [] if found is None else [authors.index(key) for key in found[1]]
-                said += [] if found is None else [{"reports": n, "convicted": found[0], "refuted": refuted}]
+            found = plain.decision(auditors, votes, reports[:n], bool(said))
+            if found is not None:
+                refuted = [authors.index(key) for key in found[1]]
+                is_open = not refuted and plain.may_refute(found[0], authors[0], votes, stakes, reports[:n])
+                said.append({"reports": n, "convicted": found[0], "refuted": refuted, "open": is_open})
         assert said == case["decisions"]
-        seen.add(tuple((d["convicted"], bool(d["refuted"])) for d in said))
-    acquits, convicts, refutes = (False, False), (True, False), (False, True)
-    assert seen >= {(), (acquits,), (convicts,), (refutes,), (acquits, refutes), (convicts, refutes)}, seen
+        seen.add(tuple((d["convicted"], bool(d["refuted"]), d["open"]) for d in said))
+    closed, opened, refutes = (
+        [(c, *rest) for c in (False, True)] for rest in ((False, False), (False, True), (True, False))
+    )
+    assert seen >= {(), *((one,) for one in (*closed, *refutes)), *((one, refutes[0]) for one in opened)}, seen
 
 
 @pytest.mark.parametrize("case", cases("weighing"), ids=lambda c: c["name"])

@@ -124,7 +124,7 @@ def test_late_votes_and_whom_they_refute_are_shown_with_the_first_decision(story
     story.round(reports=[told(3, 0.971)], decisions=[AuditDecision(audited.digest, peer(LIAR).key, False)])
     refuted = AuditDecision(audited.digest, peer(LIAR).key, False, (peer(1).key, peer(2).key))
     first_known, index = len(story.ledger.decisions()), AuditIndex(AuditRule(), 8)
-    story.round(reports=[told(0, 0.5)], decisions=[refuted])
+    story.round(reports=[told(0, 0.99)], decisions=[refuted])
     rounds = [credits_of(c, RULE) for c in story.chain.certificates]
     recent = RecentRounds(() if final else tuple(rounds[-1:]), {c.record: c for c in rounds}, rounds[-1].round)
     decisions, reports = story.ledger.decisions(), story.ledger.work_reports(SPEC.run_id, Round(0))

@@ -417,11 +417,27 @@ async def test_an_author_cannot_choose_a_key_that_is_replayed_last(tmp_path):
 async def test_what_is_decided_is_not_checked_any_more(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     async with world(tmp_path) as w:
-        monkeypatch.setattr(CarriedReports, "is_closed", lambda _reports, _record, _update: True)
+        monkeypatch.setattr(CarriedReports, "is_decided", lambda _reports, _record, _update: True)
         w.ask(2)
         await w.done(1)
         assert not w.process.asked and not w.posted
     assert "a jury has decided about it, or has convicted its author" in caplog.text
+
+
+async def test_a_juror_replays_what_is_decided_and_may_refute_after_what_is_accused(tmp_path, monkeypatch):
+    async with world(tmp_path, 5) as w:
+        w.process.gate.clear()
+        w.ask(4, "loss", author=1)
+        await until(lambda: w.process.asked, "the first is being made")
+        decided = w.made.certificates[4].digest
+        monkeypatch.setattr(CarriedReports, "is_decided", lambda _reports, record, _update: record == decided)
+        w.ask(4, is_accused=True)
+        w.ask(4, author=1)  # nobody wants it any more
+        w.ask(3, "loss")
+        w.ask(2, is_accused=True)
+        w.process.gate.set()
+        await w.done(5)
+        assert w.rounds_asked()[1:] == [("replay", 2), ("replay", 4), ("loss", 3)]
 
 
 async def test_the_queue_is_bounded_and_has_each_check_once(tmp_path, monkeypatch):

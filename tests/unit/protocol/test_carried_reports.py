@@ -128,7 +128,8 @@ def test_jurors_report_after_a_decision_until_their_votes_refute_and_no_longer(p
     assert following.is_decided(record.digest, update) and not following.is_closed(record.digest, update)
     assert case.late in following.jury_of(last) and not following.auditors_of(last)
     again = report(record, case.voted[0], passed=passed)
-    for told, why in ((report(record, case.late, check="loss"), "has decided"), (again, "carries the report")):
+    loss, opposite = report(record, case.late, check="loss"), report(record, case.late, passed=not passed)
+    for told, why in ((loss, "has decided"), (opposite, "has decided"), (again, "carries the report")):
         assert why in str(following.report_refusal(told))
     pool = ReportPool(case.voted[0], chain)
     assert pool.add(last) and pool.to_include(chain.head)[0] == (last,)
@@ -138,6 +139,26 @@ def test_jurors_report_after_a_decision_until_their_votes_refute_and_no_longer(p
     assert not chain.stakes(chain.head).keys() & set(case.wrong) and case.voted[0] in chain.stakes(chain.head)
     assert chain.barred_until(LIAR, chain.head) == bar, "nobody is convicted twice"
     assert chain.reports_after(chain.head).is_closed(record.digest, update)
+
+
+def test_where_no_votes_can_refute_any_more_jurors_report_no_more():
+    case = decided_narrowly(passed=True)
+    made = case.branch.add(report(case.record, case.late, passed=True, margin=0.001))
+    assert made.record.body.decisions == (), "two of five votes are narrow, and one says the opposite"
+    following = case.branch.chain.reports_after(made.digest)
+    assert following.is_closed(case.record.digest, update_of(case.record).digest)
+
+
+def test_reports_that_decide_go_before_those_that_only_refute(monkeypatch):
+    case = decided_narrowly(passed=True)
+    chain = case.branch.chain
+    monkeypatch.setattr(report_pool, "MAX_REPORTS", 1)
+    accused = case.branch.audited
+    accuser = case.branch.auditors(accused, OTHERS[0])[0]
+    told = report(accused, accuser, author=OTHERS[0])
+    pool = ReportPool(OTHERS[0], chain)
+    assert pool.add(report(case.record, case.late, passed=True)) and pool.add(told)
+    assert pool.to_include(chain.head)[0] == (told,)
 
 
 def test_a_conviction_that_nobody_contradicts_leaves_nothing_to_report(branch):

@@ -13,7 +13,7 @@ from protocol.audit_penalties import MAX_DOUBLINGS, AuditPenalties
 from protocol.audits import AuditRule, draw_auditors, draw_jury
 from protocol.ids import Digest, PeerKey, Round, sha256
 from protocol.messages import AuditCheck, AuditDecision, Score, Signed, WorkReport
-from protocol.report_rule import NARROW, decide
+from protocol.report_rule import NARROW, decide, may_refute
 from tests.support.audited import RUN, certificate, key
 
 OWNER, LIAR = key("owner"), key("liar")
@@ -119,6 +119,20 @@ def test_two_fifths_of_the_votes_take_nobodys_stake_by_their_numbers_and_save_no
     refuted = tuple(sorted(AUDITORS if passed else AUDITORS[2:]))
     late = decided(accused, opposite, narrow, clear, is_decided=True)
     assert late == AuditDecision(RECORD.digest, LIAR, False, refuted), "it convicts nobody a second time"
+
+
+def test_a_decision_leaves_open_who_loses_stake_while_votes_that_are_clear_or_missing_are_most():
+    accused, jury = failed(AUDITORS[:2]), draw_jury(SEED, LIAR, STAKES, RULE)
+
+    def is_open(outcome: AuditDecision, *reports: Iterable[Signed[WorkReport]]) -> bool:
+        return may_refute(outcome, [*accused, *(r for some in reports for r in some)], jury, STAKES)
+
+    narrow = [report(k, passed=True, margin=0.001) for k in JURY]
+    assert is_open(acquitted(), narrow[:2], fine(JURY[2:3])) and not is_open(acquitted(), narrow[:3])
+    assert not is_open(acquitted(), narrow[:2], failed(JURY[2:3]))
+    assert not is_open(convicted(), failed(JURY[:2])), "nobody says the opposite"
+    assert is_open(convicted(), failed(JURY[:2]), fine(AUDITORS[2:]))
+    assert not is_open(convicted(), failed(JURY[:2]), fine([OWNER])), "it has no stake to lose"
 
 
 def test_the_first_report_of_a_key_counts():

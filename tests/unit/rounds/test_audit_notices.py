@@ -130,12 +130,6 @@ def test_whoever_late_votes_refute_reads_so_and_others_read_nothing_a_second_tim
     assert notices(case.branch, LIAR) == []
 
 
-def test_the_acquitted_reads_of_no_accusation_that_a_juror_makes_later():
-    case = decided_narrowly(passed=True)
-    case.branch.add(report(case.record, case.late))
-    assert notices(case.branch, LIAR) == []
-
-
 def test_a_notice_without_the_audited_record_in_memory_still_says_what_it_costs(convicted):
     decision = convicted.chain.certificate(convicted.chain.head).record.body.decisions[0]
     assert reports_behind(decision, ()) == () and describe_failures(()) == ""
