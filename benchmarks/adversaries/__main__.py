@@ -12,7 +12,7 @@ JSON keys:
   honest: a list, each with commit, profile, parameters, seed, updates, comparisons; verdicts: comparisons by verdict
     (`passed`, `passed second`: in the other precision; `no report`; `failed`); pairs: the same by precisions and steps,
     with agreement of signs and ratio of norms
-  large: rows as of `runs`, without an attack, of updates of 640 windows
+  large: rows as of `runs`, without an attack, of updates of 640 windows; those of 20 rounds are older
   runs: a list, each with attack (null: all honest), hostile, defences, established, seed; loss (validation, nats a
     token), loss_ratio (to the honest run of 16, same seed), ended (why it broke, or null), rounds (to the run's end),
     rounds_audited, named_after (rounds from the first fake to the conviction of each hostile peer), honest_convicted,
@@ -133,7 +133,7 @@ def goals(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     for attack, saved, voided in gains(results):
         told = f"{voided / saved:.2g} voided for each saved"
         goal(f"{attack}: voids more updates of the hostile than it saves them", told, voided > saved)
-    if results.get("large"):
+    if results.get("large") and long_runs(results):
         share = mean(large_shares(results))
         goal(f"audits of updates of {LARGE.windows} windows cost at most 5% of their training", share, share <= 0.05)
     for name, (attack, other) in FOR.items():
@@ -156,7 +156,12 @@ def goals(results: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def large_shares(results: Mapping[str, Any]) -> list[float]:
     """Return the cost of all checks of each run with large updates, as a share of its training."""
-    return list(map(checks_share, results["large"]))
+    return list(map(checks_share, long_runs(results)))
+
+
+def long_runs(results: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the runs with large updates that are as long as credit is held."""
+    return [r for r in results["large"] if r["rounds"] == LARGE.rounds]
 
 
 def checks_share(run: Mapping[str, Any]) -> float:
@@ -301,9 +306,10 @@ def show_cost(results: Mapping[str, Any]) -> str:
         worst = max(groups["under attack, mean"], key=lambda r: r["audit_share"])
         label = f"most for checks ({worst['hostile']}: {worst['attack']})"
         rows.append([label, 1, *(f"{share(worst):.0%}" for _, share in shares)])
-    if large := results.get("large"):
-        told = f"nobody attacks, updates of {LARGE.windows} windows"
-        rows.append([told, len(large), *(f"{mean(map(share, large)):.1%}" for _, share in shares)])
+    for rounds in sorted({r["rounds"] for r in results.get("large", ())}):
+        large = [r for r in results["large"] if r["rounds"] == rounds]
+        told = f"nobody attacks, updates of {LARGE.windows} windows, {rounds} rounds"
+        rows.append([told, len(large), *(f"{mean(map(share, large)):.2%}" for _, share in shares)])
     return report.table([f"updates of {SWARM.windows} windows", "runs", *(name for name, _ in shares)], rows)
 
 
@@ -339,18 +345,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found = honest.measured(profile, options.seeds[0], 4 if options.quick else updates)
             results["honest"].append(found | {"commit": results["commit"]})
             keep()
-    large = results.setdefault("large", [])
-    for seed in () if options.quick else options.seeds:
-        if not any(r["seed"] == seed for r in large):
-            row = _row("all", Scenario("", 0, DEFENCES["all"], True, seed, LARGE.steps))
-            large.append(row | {"commit": results["commit"]})
-            keep()
-    missing = list(_missing(options.seeds, options.quick, results["runs"]))
+    results.setdefault("large", [])
+    have = {r["seed"] for r in long_runs(results)}
+    large = [
+        ("all", Scenario("", 0, DEFENCES["all"], True, seed, LARGE.steps, LARGE.rounds))
+        for seed in options.seeds if seed not in have and not options.quick
+    ]  # fmt: skip
+    missing = [*large, *_missing(options.seeds, options.quick, results["runs"])]
     if missing:
         corpus(SWARM.vocabulary, SWARM.window)  # processes that prepare it at once would refuse each other
     with ProcessPoolExecutor(options.processes, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        for row in pool.map(_row, *zip(*missing, strict=True)) if missing else ():
-            results["runs"].append(row | {"commit": results["commit"]})
+        for n, row in enumerate(pool.map(_row, *zip(*missing, strict=True)) if missing else ()):
+            results["large" if n < len(large) else "runs"].append(row | {"commit": results["commit"]})
             keep()
             print(row, file=sys.stderr, flush=True)
     keep()

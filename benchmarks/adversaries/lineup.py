@@ -43,8 +43,11 @@ class Profile:
 
 
 SWARM = Profile("swarm", PROFILES["many"].model, 512, 64, peers=16, batch=4, steps=6, rounds=20, lr=1e-2)
-LARGE = replace(SWARM, steps=160)
-"""Its updates are the largest whose loss checks are as rare as those of small ones."""
+HOLD_ROUNDS = 32
+"""The run's `credit.hold_rounds`: a fake that is found later keeps its credit."""
+
+LARGE = replace(SWARM, steps=160, rounds=HOLD_ROUNDS)
+"""Its updates are the largest whose loss checks are as rare as those of small ones. Shorter runs settle no credit."""
 
 TINY = Profile("0.13M", PROFILES["many"].model, 512, 64, peers=4, batch=4, steps=36, rounds=14, lr=1e-2)
 SMALL = Profile("1.1M", PROFILES["small"].model, 1024, 128, peers=4, batch=4, steps=36, rounds=14, lr=8e-3)
@@ -73,9 +76,6 @@ SAVES = {
 
 ABSENT = "absent"
 """Instead of an attack: the hostile peers are not there."""
-HOLD_ROUNDS = 32
-"""The run's `credit.hold_rounds`: a fake that is found later keeps its credit."""
-
 NAMED_WITHIN = 30
 """Rounds within which a hostile peer is to be convicted."""
 

@@ -51,11 +51,13 @@ class Scenario:
     seed: int
     steps: int = SWARM.steps
     """Of each update."""
+    rounds: int = SWARM.rounds
+    """As in `Profile`."""
 
     @property
     def profile(self) -> Profile:
         """The size of the run."""
-        return replace(SWARM, steps=self.steps)
+        return replace(SWARM, steps=self.steps, rounds=self.rounds)
 
     @property
     def first_attack(self) -> int:

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.adversaries import __main__ as adversaries
 from benchmarks.adversaries.branch import Branch
 from benchmarks.adversaries.honest import CPUS, PRECISIONS, Task, comparisons
-from benchmarks.adversaries.lineup import ABSENT, ATTACKS, DEFENCES, HOLD_ROUNDS, SWARM
+from benchmarks.adversaries.lineup import ABSENT, ATTACKS, DEFENCES, HOLD_ROUNDS, LARGE, SWARM
 from benchmarks.adversaries.swarm import Scenario
 from benchmarks.adversaries.world import peer_key
 from protocol.audits import due_audits
@@ -91,7 +91,8 @@ def results(**changes: Any) -> dict[str, Any]:
             r.update(changes)
     verdicts = {"passed": 20_000, "passed second": 0, "no report": 0, "failed": changes.get("failed", 2)}
     honest = [{"comparisons": 20_000, "verdicts": verdicts}]
-    large = row(next(s for _, s in adversaries.scenarios([1]) if not s.attack)) | changes.get("large", {})
+    large = row(next(s for _, s in adversaries.scenarios([1]) if not s.attack))
+    large |= {"rounds": LARGE.rounds} | changes.get("large", {})
     return {"runs": adversaries.with_ratios(runs), "honest": honest, "large": [large]}
 
 
