@@ -112,7 +112,7 @@ def new_folder(out: Path, size: int, *, force: bool) -> Iterator[Path]:
     Raises ExportError for a folder that may not be written to (without `force`: with a model in it), and for the disk.
     """
     _check_out(out, force)
-    draft = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    draft = out.with_name(f".{out.name}.partial")  # one name, so that the next export takes away what a kill left
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(out.parent).free
@@ -274,9 +274,10 @@ def _check_out(out: Path, force: bool) -> None:
 
 def _put_in_place(draft: Path, out: Path) -> None:
     """Give the whole folder its name; the model that it replaces is deleted afterwards."""
-    old = out.with_name(f".{out.name}.old-{os.getpid()}")
+    old = out.with_name(f".{out.name}.old")
     replaced = out.exists() and any(out.iterdir())
     if replaced:
+        shutil.rmtree(old, ignore_errors=True)
         os.rename(out, old)
     try:
         os.rename(draft, out)

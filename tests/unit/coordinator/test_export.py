@@ -395,7 +395,7 @@ def test_a_token_s_number_that_no_tokenizer_can_have_is_left_out(world: World, t
 @pytest.fixture(autouse=True)
 def nothing_half_written(tmp_path: Path):
     yield
-    assert not [p for p in tmp_path.rglob(".*") if ".partial-" in p.name or ".old-" in p.name]
+    assert not [p for p in tmp_path.rglob(".*") if p.name.endswith((".partial", ".old"))]
 
 
 def test_what_is_no_checkpoint_is_said_to_be_none(world: World, tmp_path: Path):
@@ -468,6 +468,16 @@ def test_each_file_of_a_draft_is_on_disk_before_it_takes_the_name(tmp_path: Path
     with new_folder(out, 1, force=False) as draft:
         (draft / "adapter").write_text("as a library writes it")
     assert ("adapter", False) in synced
+
+
+def test_what_a_killed_export_left_is_taken_away_by_the_next(world: World, tmp_path: Path):
+    for left in (".out.partial", ".out.old"):
+        (tmp_path / left).mkdir()
+        (tmp_path / left / "model.safetensors").write_bytes(bytes(1000))
+    export(world.archive(4), tmp_path / "out")
+    assert not (tmp_path / ".out.partial").exists()
+    export(world.archive(4), tmp_path / "out", "--force")
+    assert not (tmp_path / ".out.old").exists()
 
 
 def test_a_disk_without_room_is_named_before_anything_is_written(world: World, tmp_path: Path, monkeypatch):
