@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgpack
 import pytest
 from hivemind.dht.crypto import DHTRecord
 from hivemind.dht.routing import DHTID
@@ -18,6 +20,7 @@ from peer.swarm import SwarmLimits
 from peer.swarm.libp2p import dht
 from peer.swarm.libp2p.dht import MAX_MEMBERS, HeartbeatValidator, members_key, unpack
 from peer.swarm.rate_limiter import CallLimits
+from protocol.errors import MalformedError
 from protocol.identity import Identity
 from protocol.ids import RunId, sha256
 from protocol.message_codec import KeySigner
@@ -194,22 +197,94 @@ async def test_a_call_to_the_dht_names_one_key_and_strangers_are_sent_little(tmp
             await find(1)
 
 
-async def test_a_table_of_many_records_is_not_checked_at_once_and_a_checked_one_counts_as_work(tmp_path, monkeypatch):
+async def test_a_whole_table_is_refused_unread_and_a_record_counts_as_work(tmp_path, monkeypatch):
     async with members(2, tmp_path) as (a, b):
         protocol, until = b.swarm.presence.node.protocol, time.time() + 60
-
-        async def hand_over(records: int) -> list[bool]:
-            table = DictionaryDHTValue()
-            for author in (Author(Identity(sha256(b"%d" % n))) for n in range(records)):
-                table.store(author.key.hex(), MSGPackSerializer.dumps(author.heartbeat()), until)
-            return await protocol.call_store(PeerID(a.key.libp2p_id), [KEY], [table], until)
-
+        table = DictionaryDHTValue()
+        for author in (Author(Identity(sha256(b"%d" % n))) for n in range(50)):
+            table.store(author.key.hex(), MSGPackSerializer.dumps(author.heartbeat()), until)
         costs: list[int] = []
         monkeypatch.setattr(a.daemon.limiter, "charge", lambda sender, size, *, work: costs.append(size))
-        assert await hand_over(200) == [False] and not a.swarm.presence.node.protocol.storage.get(KEY)
-        assert not costs
-        assert await hand_over(50) == [True] and len(await a.swarm.discover()) == 50
-        assert len(costs) == 1 and costs[0] > 50 * 4096
+        assert await protocol.call_store(PeerID(a.key.libp2p_id), [KEY], [table], until) == [False]
+        assert not a.swarm.presence.node.protocol.storage.get(KEY) and not costs
+        assert await b.swarm.publish(b.heartbeat(), 60) and len(costs) == 1 and costs[0] > 4096
+
+
+def nested(levels: int) -> bytes:
+    """Return a value that hivemind's reader unpacks by as many nested calls of C code: a few hundred end a process."""
+    packed = b"\xc0"
+    for _ in range(levels):
+        packed = msgpack.packb(msgpack.ExtType(0x40, b"\x91" + packed))
+    return packed
+
+
+async def test_values_that_nest_deeply_end_nobody_who_is_sent_them(tmp_path):
+    async with members(2, tmp_path) as (a, b):
+        protocol = b.swarm.presence.node.protocol
+        stub, until = protocol.get_stub(PeerID(a.key.libp2p_id)), time.time() + 60
+        for subkey in (b"", MSGPackSerializer.dumps(None), nested(3000)):
+            request = dht.dht_pb2.StoreRequest(
+                keys=[KEY.to_bytes()], subkeys=[subkey], values=[nested(3000)], expiration_time=[until],
+                in_cache=[False], peer=protocol.node_info,
+            )  # fmt: skip
+            assert list((await stub.rpc_store(request, timeout=LIMIT)).store_ok) == [False]
+        assert await a.swarm.publish(a.heartbeat(), 60) and await b.swarm.discover() == [a.heartbeat()]
+
+
+def packed(items: list[Any]) -> bytes:
+    """Return a dictionary as hivemind packs it."""
+    return msgpack.packb(msgpack.ExtType(dht.DICTIONARY, msgpack.packb([9, 1.0, items])))
+
+
+def test_a_dictionary_is_read_as_hivemind_packs_it():
+    table = DictionaryDHTValue()
+    for n in range(3):
+        table.store(str(n), b"value %d" % n, time.time() + 1000)
+    assert dht.unpack_records(MSGPackSerializer.dumps(table)) == [b"value 0", b"value 1", b"value 2"]
+    assert dht.unpack_records(packed([["a", b"1", 1.0], ["b", None, 1.0], ["c", [b"2"], 1.0]])) == [b"1"]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"", b"\xc0", nested(3000), msgpack.packb(msgpack.ExtType(dht.DICTIONARY, nested(3000))), b"\x91" * 10**6,
+     msgpack.packb(msgpack.ExtType(dht.DICTIONARY, b"\x91" * 10**6)), packed([["a", b"1"]]), packed([1]),
+     packed([["a", b"", 1.0]] * (MAX_MEMBERS + 1)), msgpack.packb({"a": 1}), msgpack.packb([9, 1.0, []]),
+     packed([["a", b"1" * 2**20, 1.0]] * 3)],
+    ids=["nothing", "nil", "nested", "nested inside", "arrays", "arrays inside", "a pair", "a number", "too many",
+         "a map", "a list", "too long"],
+)  # fmt: skip
+def test_what_is_no_dictionary_of_bounded_records_is_refused(answer: bytes):
+    with pytest.raises(MalformedError):
+        dht.unpack_records(answer)
+
+
+def found(names: list[bytes], peers: list[bytes], results: int = 1) -> Any:
+    one = dht.dht_pb2.FindResult(nearest_node_ids=names, nearest_peer_ids=peers)
+    return dht.dht_pb2.FindResponse(results=[one] * results)
+
+
+async def test_a_node_that_names_its_neighbours_by_anything_else_is_dropped_at_once():
+    """hivemind writes each name in base 58: a megabyte takes half an hour, without a pause."""
+    other, name = identity(9).key, DHTID.generate().to_bytes()
+    node = OneNode([])
+    noted: list[bool] = []
+
+    async def note(node_id: DHTID | None, peer: PeerID, responded: bool) -> None:
+        noted.append(responded)
+
+    cast(Any, node).update_routing_table = note
+    search, asked = dht.Search(node), PeerID(identity(8).key.libp2p_id)
+    cast(Any, node).node_info = dht.dht_pb2.NodeInfo()
+    for names, peers, results in [
+        ([name], [bytes(10**6)], 1), ([name], [other.libp2p_id[:-1]], 1), ([name * 2], [other.libp2p_id], 1),
+        ([name] * 21, [other.libp2p_id] * 21, 1), ([name], [], 1), ([name], [other.libp2p_id], 2), ([], [], 0),
+    ]:  # fmt: skip
+        node.answer = found(names, peers, results)
+        assert await search.call_find(asked, [KEY]) is None
+    assert noted == [False] * 7
+    node.answer = found([name], [other.libp2p_id])
+    assert await search.call_find(asked, [KEY]) == {KEY: (None, {DHTID.from_bytes(name): PeerID(other.libp2p_id)})}
+    assert noted == [False] * 7, "an answer without an id of its own changes nothing"
 
 
 class OneNode:
@@ -220,7 +295,8 @@ class OneNode:
         for n, value in enumerate(values):
             table.store(str(n), value, time.time() + 1000)
         found = SimpleNamespace(type=dht.dht_pb2.FOUND_DICTIONARY, value=MSGPackSerializer.dumps(table))
-        self._answer = SimpleNamespace(results=[found])
+        self.answer: Any = SimpleNamespace(results=[found])
+        self.rpc_semaphore = contextlib.AsyncExitStack()
         self.protocol, self.storage, self.node_info, self.wait_timeout = self, self, None, 1.0
 
     def get(self, key: DHTID) -> None:
@@ -233,7 +309,7 @@ class OneNode:
         return self
 
     async def rpc_find(self, request: Any, timeout: float) -> Any:
-        return self._answer
+        return self.answer
 
 
 async def test_of_one_nodes_records_those_are_looked_at_that_are_known_and_some_others(monkeypatch):

@@ -3,6 +3,9 @@
 A record is a hint that somebody may be found, never more: anybody can make keys. hivemind's Kademlia carries them. Its
 caches are off and its `get` is not used, since it believes one node's answer. Here every node near the key is asked,
 and their records are united, so that one liar hides nobody.
+
+Answers are read here and not by hivemind (version 1.1.12): it unpacks nested values by C code that recurses until the
+process ends, and writes names of nodes of any length in base 58, which takes half an hour for a megabyte.
 """
 
 from __future__ import annotations
@@ -14,10 +17,11 @@ import logging
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any, cast
 
+import msgpack
 from google.protobuf.message import DecodeError
 from hivemind.dht.crypto import DHTRecord
 from hivemind.dht.node import DHTNode
@@ -60,6 +64,15 @@ NEAREST = 8
 
 REMEMBERED = 2 * MAX_MEMBERS
 """Maximum number of checked records that are not checked again."""
+
+FRAMING = 128 * MAX_MEMBERS
+"""Bytes in which an answer may exceed MAX_TOTAL: each record's key, time and lengths."""
+
+DICTIONARY = 0x50
+"""MessagePack's extension type of hivemind's dictionaries: [maximum size, newest expiration, [[key, value, until]]]."""
+
+NEIGHBOURS = 20
+"""Nodes that one answer may name: hivemind's size of a bucket."""
 
 OFFSETS = 32
 """Peers whose clocks are compared with ours."""
@@ -189,6 +202,47 @@ class KnownNodes:
         del self._table.uid_to_peer_id[node_id], self._table.peer_id_to_uid[peer]
 
 
+def neighbours(result: Any) -> dict[DHTID, PeerID]:
+    """Return the nodes that a result of `rpc_find` names. Raises MalformedError."""
+    names, peers = result.nearest_node_ids, result.nearest_peer_ids
+    if not len(names) == len(peers) <= NEIGHBOURS:
+        raise MalformedError(f"it names {len(names)} nodes with {len(peers)} keys: at most {NEIGHBOURS} are accepted")
+    if any(len(name) != DHTID.HASH_NBYTES for name in names):
+        raise MalformedError("it names nodes by something else than their ids")
+    keys = map(PeerKey.from_libp2p_id, peers)
+    return {DHTID.from_bytes(name): PeerID(key.libp2p_id) for name, key in zip(names, keys, strict=True)}
+
+
+class Search:
+    """hivemind's search for the nodes near a key, without the records that come along."""
+
+    def __init__(self, protocol: Any):
+        self._protocol = protocol
+
+    async def call_find(self, peer: PeerID, keys: Collection[DHTID]) -> dict[DHTID, tuple[None, Any]] | None:
+        """Return each key's nearest nodes, as a node knows them; None for no usable answer.
+
+        Replaces hivemind's `call_find`.
+        """
+        protocol, node_id = self._protocol, None
+        request = dht_pb2.FindRequest(keys=[key.to_bytes() for key in keys], peer=protocol.node_info)
+        found = None
+        try:
+            async with protocol.rpc_semaphore:
+                answer: Any = await protocol.get_stub(peer).rpc_find(request, timeout=protocol.wait_timeout)
+            if len(answer.results) != len(keys):
+                raise MalformedError(f"it has {len(answer.results)} results for {len(keys)} keys")
+            if len(answer.peer.node_id) == DHTID.HASH_NBYTES:
+                node_id = DHTID.from_bytes(answer.peer.node_id)
+            found = {key: (None, neighbours(each)) for key, each in zip(keys, answer.results, strict=True)}
+        except Exception as e:  # noqa: BLE001 - whatever a stranger's answer makes hivemind raise
+            why = short_report(str(e)) or type(e).__name__
+            log.info("a DHT node gave no usable answer: %s", why, extra={"file_only": True})
+        if found is None or node_id is not None:
+            await protocol.update_routing_table(node_id, peer, responded=found is not None)
+        return found
+
+
 class DhtPresence:
     """Our node of the DHT; see `Presence` for the methods."""
 
@@ -213,6 +267,7 @@ class DhtPresence:
         )
         protocol: Any = node.protocol
         protocol.update_routing_table = KnownNodes(protocol).update  # before the first ping is processed
+        protocol.call_find = Search(protocol).call_find
         return cls(node, validator, run, warn)
 
     @property
@@ -280,7 +335,7 @@ class DhtPresence:
         own = self.node.protocol.storage.get(self._name)
         near = await self._near()
         found = await asyncio.gather(*(self._find(peer) for peer in near))
-        values = itertools.chain(_values(own.value if own is not None else None), *map(self._some, found))
+        values = itertools.chain(_held(own.value if own is not None else None), *map(self._some, found))
         for i, value in enumerate(values):
             if i % 32 == 31:
                 await asyncio.sleep(0)  # verifying takes a while: other tasks have a turn
@@ -309,7 +364,7 @@ class DhtPresence:
             result = answer.results[0]
             if result.type != dht_pb2.FOUND_DICTIONARY:
                 return []
-            return _values(MSGPackSerializer.loads(result.value))
+            return unpack_records(result.value)
         except Exception as e:  # noqa: BLE001 - whatever a stranger's answer makes hivemind and msgpack raise
             why = short_report(str(e)) or type(e).__name__
             log.info("a DHT node gave no usable answer: %s", why, extra={"file_only": True})
@@ -324,8 +379,22 @@ class DhtPresence:
         self.node.is_alive = False
 
 
-def _values(dictionary: object) -> list[bytes]:
-    """Return the values in a DHT dictionary that may be records of ours."""
+def unpack_records(packed: bytes) -> list[bytes]:
+    """Return the values in a packed DHT dictionary that may be records of ours. Raises MalformedError."""
+    if len(packed) > MAX_TOTAL + FRAMING:
+        raise MalformedError(f"a dictionary of {len(packed):,} bytes: at most {MAX_TOTAL + FRAMING:,} are accepted")
+    try:  # without a hook extensions are not unpacked: nothing nests deeper than the unpacker's own stack
+        outer = msgpack.unpackb(packed, max_array_len=0, max_map_len=0)
+        if not isinstance(outer, msgpack.ExtType) or outer.code != DICTIONARY:
+            raise MalformedError("a value that is no dictionary of the DHT")
+        _, _, items = msgpack.unpackb(outer.data, raw=True, max_array_len=MAX_MEMBERS, max_map_len=0)
+        return [value for _, value, _ in items if isinstance(value, bytes)]
+    except (msgpack.UnpackException, ValueError, TypeError) as e:
+        raise MalformedError(f"a dictionary of the DHT that cannot be unpacked: {short_report(str(e))}") from None
+
+
+def _held(dictionary: object) -> list[bytes]:
+    """Return the values in a DHT dictionary of our own storage."""
     if not isinstance(dictionary, DictionaryDHTValue):
         return []
     items = itertools.islice(cast(Any, dictionary).items(), MAX_MEMBERS)
