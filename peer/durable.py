@@ -19,10 +19,13 @@ def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
         view, offset = view[written:], offset + written
 
 
-def write_durably(path: Path, parts: Iterable[bytes | bytearray | memoryview], *, scratch: Path | None = None) -> int:
+def write_durably(
+    path: Path, parts: Iterable[bytes | bytearray | memoryview], *, scratch: Path | None = None, flush: bool = True
+) -> int:
     """Replace `path` by a file of these parts. Return its bytes. Raises OSError, after which the old file is there.
 
     `scratch`: a folder of the same file system for the temporary file; by default it is hidden in the same folder.
+    Without `flush` a power cut may lose it, and a kill does not.
     """
     if scratch is not None:
         draft = scratch / secrets.token_hex(12)
@@ -34,8 +37,9 @@ def write_durably(path: Path, parts: Iterable[bytes | bytearray | memoryview], *
             for part in parts:
                 size += file.write(part)
             file.flush()
-            os.fsync(file.fileno())
-        publish(draft, path)
+            if flush:
+                os.fsync(file.fileno())
+        publish(draft, path) if flush else os.replace(draft, path)
     except BaseException:
         draft.unlink(missing_ok=True)
         raise

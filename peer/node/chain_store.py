@@ -77,13 +77,14 @@ class ChainStore:
                 log.warning("the stored %s is left out: %s", name, e)
 
     def store(self, certificate: Certificate) -> None:
-        """Write a certificate; it is on disk on return. Raises StoreError.
+        """Write a certificate; one on the head's path is on disk on return. Raises StoreError.
 
-        From time to time the certificates that the tree has dropped are removed from the disk: any admitted
-        peer can certify any number of records all by itself.
+        Any admitted peer can certify any number of records all by itself. So those of other branches must cost little:
+        a power cut may lose them. From time to time those that the tree has dropped are removed from the disk.
         """
-        number = certificate.record.body.round
-        self._store.append_certificate(encode_certificate(certificate), number, certificate.digest)
+        number, digest = certificate.record.body.round, certificate.digest
+        counts = digest in self.chain and self.chain.is_ancestor(digest, self.chain.head)
+        self._store.append_certificate(encode_certificate(certificate), number, digest, durable=counts)
         self._stored += 1
         chain = self.chain
         if self._stored % SWEEP_EVERY == 0:

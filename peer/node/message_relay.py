@@ -104,6 +104,8 @@ class MessageRelay:
         """Our newest: it names the members that we have no direct contact with."""
         self._selector, self._selector_due = RelaySelector({}), 0.0
         self._counts: Counter[PeerKey] = Counter()
+        self._receivers: dict[PeerKey, list[PeerKey]] = {}
+        """The members to which we relay from each author, by the selector: to find them takes milliseconds."""
         self._forwarded: BoundedDict[Digest, None] = BoundedDict(REMEMBERED)
         self._unreachable: tuple[int, ...] = ()
         self._unreachable_due = 0.0
@@ -123,6 +125,7 @@ class MessageRelay:
             self._selector = RelaySelector(beats)
             self._selector_due = now + self.beat_seconds
             self._counts.clear()  # FORWARDED_PER_BEAT begins again
+            self._receivers.clear()
         return self._selector
 
     def relays_from(self, author: PeerKey) -> list[PeerKey]:
@@ -135,7 +138,9 @@ class MessageRelay:
         author, selector = message.author, self.selector
         if message.digest in self._forwarded or self._counts[author] >= FORWARDED_PER_BEAT:
             return
-        to = [k for k in selector.cut_off_from(author) if self.me in selector.relays(author, k)]
+        if author not in self._receivers and (cut_off := selector.cut_off_from(author)):  # it is a member then
+            self._receivers[author] = [k for k in cut_off if self.me in selector.relays(author, k)]
+        to = self._receivers.get(author)
         if not to:
             return
         self._counts[author] += 1

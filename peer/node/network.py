@@ -101,7 +101,7 @@ class Network:
         self.downloads = DownloadTable(membership.store, clock)
         self.peers = PeerTable(me, forget_seconds=forget, limit=round.max_members)
         self._compact = CompactRecords(self, tasks)
-        self._outbox = Outbox(self._deliver, self._compact.encode)
+        self._outbox = Outbox(self._deliver, self._compact.encode, self.is_known)
         self.relay = MessageRelay(me, self.peers, self._outbox, round.heartbeat_seconds, clock)
         self._introducer = Introducer(
             me, self.peers, self._outbox, membership.locator, tasks, round.heartbeat_seconds, clock

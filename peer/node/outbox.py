@@ -24,6 +24,9 @@ MAX_WAITING = 512
 MAX_PACKET = 1024 * 1024
 SEND_SECONDS = 10.0
 
+MAX_STRANGERS = 64
+"""Queues for peers that are not known as members: anybody can make keys that never answer."""
+
 MAX_FAILURES = 1024
 """Unreachable peers that are remembered, so that each is logged once."""
 
@@ -40,10 +43,12 @@ class Outbox:
         self,
         transport: Callable[[PeerKey, wire.Packet, float], Awaitable[None]],
         encode: Callable[[Signed], bytes] = lambda message: message.encoded,
+        is_known: Callable[[PeerKey], bool] = lambda key: True,
     ):
-        """Use `encode` to get the bytes of a message."""
+        """Use `encode` to get the bytes of a message. `is_known` says who is a member."""
         self._transport = transport
         self._encode = encode
+        self._is_known = is_known
         self._waiting: dict[PeerKey, deque[Item]] = {}
         self._tasks: dict[PeerKey, asyncio.Task[None]] = {}
         self.failures: BoundedDict[PeerKey, str] = BoundedDict(MAX_FAILURES)
@@ -51,7 +56,7 @@ class Outbox:
     def send(self, to: PeerKey, messages: Iterable[Signed] = (), certificates: Iterable[Certificate] = ()) -> None:
         """Queue messages for one peer without blocking. A newer heartbeat replaces one that still waits."""
         items: list[Item] = [*messages, *certificates]
-        if not items:
+        if not items or not (to in self._waiting or self._is_known(to) or self._has_room_for_a_stranger()):
             return
         queue = self._waiting.setdefault(to, deque(maxlen=MAX_WAITING))
         for item in items:
@@ -61,6 +66,9 @@ class Outbox:
             queue.append(item)
         if to not in self._tasks:
             self._tasks[to] = asyncio.create_task(self._drain(to))
+
+    def _has_room_for_a_stranger(self) -> bool:
+        return sum(not self._is_known(key) for key in self._waiting) < MAX_STRANGERS
 
     def broadcast(self, to: Iterable[PeerKey], message: Signed) -> None:
         for key in to:

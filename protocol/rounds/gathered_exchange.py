@@ -80,7 +80,9 @@ class GatheredExchange(Exchange):
         found: dict[Digest, BlobRole] = {h.body.blob: UpdateBlob(h) for h in round_.candidates()}
         for proposal in round_.proposals.values():
             record, missing = proposal.record.body, proposal.missing
-            if missing and not proposal.bad and record.base_state == round_.state:
+            # Those that get no vote of ours are many, if one key signs one after the other: a certificate has us fetch.
+            ours = not (proposal.bad or proposal.refused or proposal.equivocated)
+            if missing and ours and record.base_state == round_.state:
                 found.update((u.body.blob, UpdateBlob(u)) for u in record.updates if u.body.blob in missing)
         return found
 

@@ -30,6 +30,7 @@ from peer.swarm.transfer.frames import (
 from peer.swarm.transport import ByteCount
 from protocol.errors import MalformedError
 from protocol.ids import Digest, PeerKey
+from protocol.merkle import chunk_count
 from protocol.token_bucket import TokenBucket
 
 log = logging.getLogger(__name__)
@@ -250,16 +251,16 @@ class BlobServer:
 
     async def _answer(self, peer: PeerKey, request: BlobRequest) -> BlobReply:
         try:
+            is_stranger, busy = not self.is_known(peer), refusal(ReplyStatus.BUSY, "too many non-members request blobs")
+            if is_stranger:  # before the question whether it may: to answer that takes a while, too
+                if self.strangers_wait() > self.limits.wait_seconds:
+                    return busy
+                self.strangers_budget.charge(STRANGER_REQUEST)
             reason = self.serve_refusal(request.digest, peer)
             if inspect.isawaitable(reason):
                 reason = await reason
             if reason is not None:
                 return refusal(ReplyStatus.REFUSED, reason)
-            is_stranger, busy = not self.is_known(peer), refusal(ReplyStatus.BUSY, "too many non-members request blobs")
-            if is_stranger and self.strangers_wait() > self.limits.wait_seconds:
-                return busy
-            if is_stranger:
-                self.strangers_budget.charge(STRANGER_REQUEST)
             self._on_requested(request.digest, peer)
             reply = await asyncio.get_running_loop().run_in_executor(self._executor, self.look_up, request)
             if is_stranger:
@@ -292,12 +293,12 @@ class BlobServer:
             case BlobOp.SIZE:
                 return BlobReply(ReplyStatus.OK, encode_size(store.size(digest) if blob is None else blob.size))
             case BlobOp.LEAVES:
-                leaves = store.leaves(digest) if blob is None else blob.leaves
-                return BlobReply(
-                    ReplyStatus.OK, b"".join(leaves[index * LEAVES_PER_PAGE : (index + 1) * LEAVES_PER_PAGE])
-                )
+                first = index * LEAVES_PER_PAGE
+                if blob is None:
+                    return BlobReply(ReplyStatus.OK, store.leaves_page(digest, first, LEAVES_PER_PAGE))
+                return BlobReply(ReplyStatus.OK, b"".join(blob.leaves[first : first + LEAVES_PER_PAGE]))
             case BlobOp.HAVE:
-                have = b"\xff" * -(-len(store.leaves(digest)) // 8) if blob is None else blob.bitmap()
+                have = b"\xff" * -(-chunk_count(store.size(digest)) // 8) if blob is None else blob.bitmap()
                 return BlobReply(ReplyStatus.OK, _page(have, index))
             case BlobOp.CHUNK:
                 if blob is None:

@@ -18,7 +18,7 @@ from peer.node import outbox as outbox_module
 from peer.node.introducer import Introducer
 from peer.node.message_relay import FORWARDED_PER_BEAT
 from peer.node.network import SEARCHED_FOR, Network
-from peer.node.outbox import MAX_WAITING, Outbox
+from peer.node.outbox import MAX_STRANGERS, MAX_WAITING, Outbox
 from peer.node.packet_decoder import MAX_REFUSALS, PacketDecoder
 from peer.node.peer_table import MAX_NONMEMBERS
 from peer.node.round_timings import REMEMBERED, ExchangeTimes, RoundTimes, RoundTimings
@@ -28,7 +28,7 @@ from peer.swarm import Handlers, PeerUnreachable, SwarmStartError
 from peer.swarm.errors import PeerBusy
 from protocol.errors import MalformedError
 from protocol.identity import Identity
-from protocol.ids import Digest, PeerKey, Round, short_id
+from protocol.ids import Digest, PeerKey, Round, sha256, short_id
 from protocol.message_codec import KeySigner, encode_certificate
 from protocol.messages import Goodbye, Signed
 from protocol.rounds.events import CertificateReceived, MessageReceived
@@ -84,6 +84,20 @@ async def test_what_is_queued_together_goes_together_and_in_order():
     ((to, packet),) = w.encoded
     assert to == A and list(packet.messages) == [h.encoded for h in [*HEADERS[:2], VOTES[0]]]
     assert list(packet.certificates) == [encode_certificate(CERTIFICATE)]
+
+
+async def test_strangers_that_never_answer_have_few_queues_and_members_have_theirs():
+    w = Wire()
+    w.gate = asyncio.Event()
+    box = Outbox(w, is_known=lambda key: key == B)
+    strangers = [PeerKey(sha256(b"stranger", bytes([n]))) for n in range(MAX_STRANGERS + 9)]
+    for key in strangers:
+        box.send(key, HEADERS[:1])
+    assert sum(map(box.waiting, strangers)) == MAX_STRANGERS and not box.waiting(strangers[-1])
+    box.send(strangers[0], VOTES[:1])
+    box.send(B, HEADERS[:1])
+    assert box.waiting(strangers[0]) == 2 and box.waiting(B)
+    await box.close()
 
 
 async def test_a_peer_that_does_not_answer_holds_up_nobody_else_and_its_queue_is_bounded():

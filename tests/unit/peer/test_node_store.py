@@ -175,6 +175,21 @@ def test_certificates_of_branches_that_lost_leave_the_disk(store, monkeypatch):
     assert log_over(store).chain.head == made.head
 
 
+def test_only_records_on_the_heads_path_wait_for_the_disk(store, monkeypatch):
+    flushed: list[int] = []
+    monkeypatch.setattr("peer.durable.os.fsync", flushed.append)
+    log, made = log_over(store), maker(3, {1: 10})
+    for c in made.certificates:
+        log.chain.add(c)
+        log.store(c)
+    assert len(flushed) == 6, "each file, and the folder"
+    for i in range(5):
+        c = made.fork(0).add({100 + i: 1})
+        log.chain.add(c)
+        log.store(c)
+    assert len(flushed) == 6 and len(made_digests(store)) == 8
+
+
 def made_digests(store: Store) -> list[Digest]:
     decoder = MessageDecoder(SPEC.run_id, OWNER.key)
     return [decoder.decode_certificate(data).record.digest for data in store.certificates()]

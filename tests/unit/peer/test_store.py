@@ -51,6 +51,14 @@ def test_what_is_put_is_read_back_also_after_a_restart(tmp_path, size):
         assert store.path(digest).read_bytes() == data
 
 
+def test_a_page_of_leaves_is_a_part_of_all(store):
+    digest = store.put(data_of(5 * CHUNK))
+    leaves = store.leaves(digest)
+    assert [store.leaves_page(digest, n, 2) for n in (0, 2, 4, 6)] == [
+        b"".join(leaves[n : n + 2]) for n in (0, 2, 4, 6)
+    ]
+
+
 def test_leaves_are_made_again_when_their_file_is_lost_or_wrong(tmp_path):
     data = data_of(3 * CHUNK)
     with Store(tmp_path, BIG) as store:

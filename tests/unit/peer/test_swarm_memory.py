@@ -121,6 +121,23 @@ async def test_a_non_member_s_packet_of_countless_messages_keeps_no_other_out(th
     assert [sender for sender, _ in a.packets] == [c.key]
 
 
+async def test_a_record_counts_for_its_proof_and_for_each_signature_in_it(tmp_path: Path):
+    network = MemoryNetwork()
+    a, b = Member(network, 1, tmp_path), Member(network, 2, tmp_path)
+    await a.start()
+    await b.start()
+    charged: list[int] = []
+    a.limiter.charge = lambda sender, size, *, work=False, now=None: charged.append(size)  # type: ignore[method-assign]
+    record = wire.Envelope(kind="round-record", payload=bytes(2560)).SerializeToString()
+    header = wire.Envelope(kind="update-header", payload=bytes(2560)).SerializeToString()
+    for packet in (wire.Packet(messages=[header]), wire.Packet(messages=[record]), wire.Packet(certificates=[header])):
+        await b.swarm.send(a.key, packet)
+    assert charged == [4096, (8 + 10) * 4096, (8 + 10) * 4096]
+    for member in (a, b):
+        await member.swarm.stop()
+        member.store.close()
+
+
 async def test_twenty_newcomers_at_once_stay_far_below_the_limits_of_non_members(tmp_path: Path):
     network = MemoryNetwork()
     a = Member(network, 1, tmp_path)

@@ -13,6 +13,7 @@ from protocol.chain import Chain
 from protocol.errors import ChainError
 from protocol.ids import Digest, PeerKey, Round, sha256
 from protocol.messages import RoundRecord, UpdateHeader, Vote
+from protocol.rounds import actions as do
 from protocol.rounds import events as ev
 from protocol.rounds.round_state import MIN_STRANGERS, RoundState, proposer_order
 from tests.simulation.checkers import check_counted_once, check_every_window, disagreement
@@ -301,6 +302,19 @@ def test_both_headers_of_an_author_are_left_out_and_passed_on():
     sound = b.record(OTHERS[1], [b.mine, other], attempt=1)
     b.step(ev.MessageReceived(sound))
     assert not round_.proposals[sound.digest].refused
+
+
+def test_records_of_one_key_that_gets_no_vote_have_nobody_fetch_update_after_update():
+    b = announced(OTHERS[0], OTHERS[1])
+    b.hold(b.header(OTHERS[0]))
+    b.of(do.FetchBlob)
+    fetched = set[Digest]()
+    for n in range(20):  # each with another update of its author alone
+        record = b.record(OTHERS[1], [b.header(OTHERS[1], label=b"%d" % n)], attempt=n % 3)
+        b.step(ev.MessageReceived(record))
+        fetched.update(a.blob for a in b.of(do.FetchBlob))
+        b.step(ev.BlobHeld(record.body.updates[0].body.blob))
+    assert len(fetched) <= 2
 
 
 def test_a_copy_of_a_blob_that_another_announced_before_is_refused():
