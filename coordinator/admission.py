@@ -102,7 +102,8 @@ def check_clock(time: int, now: float) -> None:
     if abs(offset) > CLOCK_TOLERANCE:
         way = "ahead of" if offset > 0 else "behind"
         raise RefusedError(
-            f"your clock is {abs(offset):.0f} s {way} the coordinator's: set it (for example with NTP), then try again"
+            f"your clock is {abs(offset):.0f} s {way} the coordinator's: set it (for example with NTP), then try "
+            "again. If it is right, the coordinator's is wrong: tell the run's owner"
         )
 
 

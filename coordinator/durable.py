@@ -73,12 +73,19 @@ class LineFile:
                 left = left[os.write(fd, left) :]
             os.fsync(fd)
             if size == 0:  # the file may be new
+                self._give_to_the_folders_owner(fd)
                 sync(self.path.parent)
             full = 0 < self._max_bytes <= os.fstat(fd).st_size
         finally:
             os.close(fd)
         if full:
             os.replace(self.path, self._older)
+
+    def _give_to_the_folders_owner(self, fd: int) -> None:
+        """Let a service read what root wrote into its folder."""
+        if os.geteuid() == 0:
+            folder = os.stat(self.path.parent)
+            os.fchown(fd, folder.st_uid, folder.st_gid)
 
     def rewrite(self, lines: Iterable[bytes]) -> None:
         replace(self.path, b"".join(line + b"\n" for line in lines), self._mode)

@@ -171,8 +171,12 @@ class LimitsInterceptor(grpc.aio.ServerInterceptor):
         except CairnError as e:
             known = next((c for kind, c in _CODES if isinstance(e, kind)), None)
             code, message = (known, str(e)) if known is not None else (grpc.StatusCode.INTERNAL, _FAULT)
-            # A failing disk or ledger is for the operator to read, not for strangers.
-            log.log(logging.ERROR if known is None else logging.INFO, "%s from %s: %s", method, caller, e)
+            # A failing disk or ledger is for the operator to read, not for strangers. As the log limits each statement,
+            # with one for both a flood of refusals would hide it.
+            if known is None:
+                log.error("%s from %s has failed: %s", method, caller, e)
+            else:
+                log.info("%s from %s: %s", method, caller, e)
         except asyncio.CancelledError:  # the client left
             self._counted(method, grpc.StatusCode.CANCELLED.name, time.monotonic() - began)
             raise

@@ -189,6 +189,14 @@ class Coordinator:
         certificate = await asyncio.to_thread(tls.load_or_make, c.folder)
         self.fingerprint = certificate.fingerprint
         await self.ledger.open(c.ledger or c.folder / LEDGER_FILE, self._spec, self._now)
+        if (
+            any(a.final for a in self._archiver.archive.all())
+            and await self.ledger.run(lambda ledger: ledger.last()) is None
+        ):
+            log.warning(
+                "this ledger is empty, and the run has final states: names, refusals and accounts are not in it. If "
+                "another one has them, stop, and name that one (CAIRN_LEDGER)"
+            )
         await self.admitter.load()
         self.observations.restore(await asyncio.to_thread(self._observation_file.read))
         self._view.listen(self.observations.receive)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from protocol.ids import Digest, PeerKey
+from protocol.ids import Digest, PeerKey, Round
 from protocol.messages import Certificate, Directive, Finalization, Heartbeat, Signed, UpdateHeader
 
 TRAINING_PHASES = ("training", "exchanging")
@@ -139,8 +139,12 @@ class SwarmView(Protocol):
     async def offer_state(self, state: Digest, record: Digest) -> None:
         """Offer peers the archived state after a record.
 
-        Raises CairnError, with a list of the archived states, if this is not one.
+        Raises CairnError, with a list of the archived states, if this is none that the chain has.
         """
+        ...
+
+    async def drop_abandoned(self, after: Round) -> None:
+        """Delete the archived states after a round that the chain has left: nobody may take them for the run's."""
         ...
 
     def held_state(self) -> int:

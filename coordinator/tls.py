@@ -85,6 +85,12 @@ def _read(path: Path, data: bytes, now: datetime.datetime) -> TlsCertificate:
         ) from None
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
         raise CertificateFileError(f"{path}: the key is not that of the certificate: restore the file from a copy")
+    if certificate.not_valid_before_utc > now:
+        raise CertificateFileError(
+            f"{path}: the certificate begins on {certificate.not_valid_before_utc:%Y-%m-%d %H:%M} UTC, and clients "
+            "refuse it until then: set this machine's clock, or move the file away for a new one, and publish the new "
+            "invite"
+        )
     if certificate.not_valid_after_utc <= now:
         raise CertificateFileError(
             f"{path}: the certificate ended on {certificate.not_valid_after_utc:%Y-%m-%d}: move the file away for a "

@@ -52,6 +52,9 @@ FILES = (MODEL, CONFIG, TOKENIZER, MANIFEST, SPEC, CERTIFICATE, WITNESSES)
 
 MAX_MANIFEST = 64 * 1024
 DRAFT = ".round-"
+LEFT = ".left.json"
+"""The states whose copies are to be deleted: a restart must not forget them."""
+
 DEFAULT = RetentionPolicy()
 
 
@@ -113,7 +116,7 @@ class Archive:
         """Held for moments."""
 
         self._open: Counter[Path] = Counter()
-        self._left: set[Digest] = set()
+        self._left = _read_left(folder / LEFT)
 
     def add(
         self, checkpoint: Path, tokenizer: Path, *, round: int, state: Digest, record: Digest, tokens: int,
@@ -215,8 +218,7 @@ class Archive:
     def _mark_left(self, archived: Sequence[ArchivedState]) -> None:
         if archived:
             states = [a.state for a in archived]
-            with self._lock:
-                self._left |= set(states)
+            self._keep_left(self.left() | set(states))
             self._on_left(states)
 
     def left(self) -> set[Digest]:
@@ -225,9 +227,23 @@ class Archive:
             return set(self._left)
 
     def forget_left(self, states: Iterable[Digest]) -> None:
-        """Drop states from `left`: their copies are deleted."""
+        """Drop states from `left`: their copies are deleted. Raises CoordinatorError."""
+        with self._writing:
+            self._keep_left(self.left() - set(states))
+
+    def _keep_left(self, states: set[Digest]) -> None:
+        if states == self.left():
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            durable.replace(self.folder / LEFT, _json(sorted(map(str, states))))
+        except OSError as e:
+            why = (e.strerror or str(e)).lower()
+            raise CoordinatorError(
+                f"{self.folder / LEFT} cannot be written: {why}; free some disk space, or make the folder writable"
+            ) from None
         with self._lock:
-            self._left -= set(states)
+            self._left = states
 
     def prune(self) -> None:
         """Delete the states that the policy does not keep."""
@@ -324,6 +340,17 @@ def config_json(config: Mapping[str, Any]) -> bytes:
 
 def _json(value: object) -> bytes:
     return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
+
+
+def _read_left(path: Path) -> set[Digest]:
+    """Return the states in a file of `LEFT`; none if there is no such file, or it is damaged."""
+    try:
+        return {Digest.parse(text) for text in json.loads(path.read_bytes())}
+    except FileNotFoundError:
+        return set()
+    except (OSError, ValueError, TypeError, MalformedError) as e:
+        log.warning("%s cannot be read (%s): copies of states that a rollback has left may stay", path, e)
+        return set()
 
 
 def _copy(source: Path, target: Path) -> None:

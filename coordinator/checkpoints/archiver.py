@@ -229,9 +229,10 @@ class CheckpointArchiver:
         self._wake()
 
     async def roll_back(self, rollback: Rollback) -> None:
-        """Count the evaluations no more that are of states after the one from which the run goes on."""
+        """Drop the states that the run has left, and count the evaluations no more that are of these."""
         left = [Digest.parse(state) for state, r in self.evaluations.done().items() if r > rollback.round]
         await asyncio.to_thread(self.evaluations.mark_left, left)
+        await self._view.drop_abandoned(rollback.round)
 
     def _evaluation_job(self, archived: ArchivedState) -> Row:
         e, s = self._settings.evaluation, self._settings.samples

@@ -14,9 +14,6 @@ from coordinator.errors import CoordinatorError
 from protocol.spec import explain
 
 FILE = "coordinator.toml"
-OTHERS = ("alerts", "ledger", "page")
-"""Tables of the file that other modules read."""
-
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
@@ -123,7 +120,6 @@ def load_settings(
     `keep` is such as "newest=5,every=100,best=3,bytes=200G".
     """
     tables: dict[str, Any] = {} if file is None else read_tables(file, SettingsError, "name a coordinator.toml")[0]
-    tables = {k: v for k, v in tables.items() if k not in OTHERS}
     options: dict[str, dict[str, Any]] = {"archive": {} if keep is None else parse_keep(keep), "evaluation": {}}
     if address is not None:
         options["archive"]["address"] = address

@@ -64,6 +64,9 @@ class LimitedEndpoint:
         self._places = places
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] == "HEAD":  # the answer to GET costs as much without its body, and slows no reader down
+            await PlainTextResponse("ask with GET\n", 405, {"allow": "GET"})(scope, receive, send)
+            return
         try:
             free = self._places.take(caller_at((scope.get("client") or ("", 0))[0]))
         except TooManyError as e:

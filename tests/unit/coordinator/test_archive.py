@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from coordinator.checkpoints.archive import Archive, ArchivedState, read_manifest
+from coordinator.checkpoints.archive import LEFT, Archive, ArchivedState, read_manifest
 from coordinator.checkpoints.evaluation import load_archived, measure
 from coordinator.checkpoints.retention import RetentionPolicy
 from coordinator.errors import CoordinatorError
@@ -70,6 +70,17 @@ def test_another_state_of_the_same_round_takes_the_place_of_the_one_of_a_branch_
     world.add(5)
     world.add(5, of=digest("other"))
     assert [a.state for a in world.archive.all()] == [digest("other")]
+
+
+def test_a_restart_does_not_forget_whose_copies_are_to_be_deleted(world: World):
+    first, second = world.add(5), world.add(10)
+    world.archive.drop([first, second])
+    again = Archive(world.archive.folder, SPEC)
+    assert again.left() == {first.state, second.state} and again.all() == []
+    again.forget_left([first.state])
+    assert Archive(world.archive.folder, SPEC).left() == {second.state}
+    (world.archive.folder / LEFT).write_text("[1")
+    assert Archive(world.archive.folder, SPEC).left() == set()
 
 
 def test_a_process_killed_while_it_archived_leaves_nothing_for_good(world: World):

@@ -101,11 +101,9 @@ def test_a_full_disk_costs_no_row_that_was_there(tmp_path, monkeypatch):
 # -- settings -------------------------------------------------------------------------------------------------
 
 
-def test_options_go_over_the_file_and_what_others_read_is_passed_over(tmp_path):
+def test_options_go_over_the_file(tmp_path):
     file = tmp_path / "coordinator.toml"
-    file.write_text(
-        '[archive]\nnewest = 7\nbytes = "200G"\naddress = "s3://a"\ncopies = { newest = 50 }\n[alerts]\nwebhook = "x"\n'
-    )
+    file.write_text('[archive]\nnewest = 7\nbytes = "200G"\naddress = "s3://a"\ncopies = { newest = 50 }\n')
     found = load_settings(file, address="/mnt/b", keep="every=100, best=3", evaluate_every=20)
     assert found.archive.policy == RetentionPolicy(7, 100, 3, 200 * 10**9)
     assert found.archive.policy_of_copies == RetentionPolicy(50)

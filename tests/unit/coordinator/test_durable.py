@@ -30,3 +30,17 @@ def test_a_file_that_the_first_line_makes_is_in_its_folder_after_a_power_cut(tmp
     file.append([b"x"])
     file.append([b"y"])
     assert synced == [tmp_path]
+
+
+def test_a_file_that_root_makes_in_a_services_folder_is_the_services(tmp_path, monkeypatch):
+    given: list[tuple[int, int]] = []
+    monkeypatch.setattr(durable.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(durable.os, "fchown", lambda _fd, *owner: given.append(owner))
+    file = LineFile(tmp_path / "lines", mode=0o600)
+    file.append([b"x"])
+    file.append([b"y"])
+    folder = tmp_path.stat()
+    assert given == [(folder.st_uid, folder.st_gid)]
+    monkeypatch.setattr(durable.os, "geteuid", lambda: 1000)
+    LineFile(tmp_path / "others").append([b"x"])
+    assert len(given) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import sqlite3
 import stat
 from collections.abc import Iterator
@@ -250,3 +251,13 @@ def test_the_tls_certificate_is_made_once_and_is_the_owners_alone(tmp_path):
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(tls.CertificateFileError, match="damaged.*move it away"):
         tls.load_or_make(tmp_path)
+
+
+def test_a_certificate_that_clients_do_not_take_yet_is_not_served(tmp_path):
+    from coordinator import tls
+
+    made = tls.load_or_make(tmp_path)
+    early = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(days=3)
+    with pytest.raises(tls.CertificateFileError, match="clients refuse it until then: set this machine's clock"):
+        tls.load_or_make(tmp_path, now=early)
+    assert tls.load_or_make(tmp_path) == made

@@ -508,9 +508,10 @@ class Reader:
             await (await found.answer(request))(self.scope, self._never, response_limits.paced(self._send))
         return self
 
-    async def get(self, app: Any, path: str, *, paced: bool = False) -> Reader:
+    async def get(self, app: Any, path: str, *, paced: bool = False, method: str = "GET") -> Reader:
         """Request a path of an application; `paced`: one that does not cut slow clients itself."""
-        more = {"path": path, "raw_path": path.encode(), "query_string": b"", "scheme": "http", "root_path": ""}
+        more = {"path": path, "raw_path": path.encode(), "query_string": b"", "scheme": "http", "root_path": "",
+                "method": method}  # fmt: skip
         with suppress(response_limits.SlowClientError):
             await app(self.scope | more, self._never, response_limits.paced(self._send) if paced else self._send)
         return self
@@ -591,6 +592,8 @@ async def test_a_network_has_few_answers_at_once_and_slow_readers_free_their_pla
     slow = [asyncio.create_task(read(host, 60.0)) for host in hosts]
     await until(lambda: sum(r.done() for r in slow) >= 8)
     assert (await read("192.0.2.7", 0.0)).status == 200
+    head = Reader("192.0.2.8")
+    assert (await head.get(app, "/a", method="HEAD")).status == 405 and head.bytes < 100, "it costs as much as GET"
     assert sorted([(await each).status for each in slow]) == [200] * 4 + [503] * 8 and not len(places)
 
 
