@@ -4,8 +4,8 @@ A record is a hint that somebody may be found, never more: anybody can make keys
 caches are off and its `get` is not used, since it believes one node's answer. Here every node near the key is asked,
 and their records are united, so that one liar hides nobody.
 
-Answers are read here and not by hivemind (version 1.1.12): it unpacks nested values by C code that recurses until the
-process ends, and writes names of nodes of any length in base 58, which takes half an hour for a megabyte.
+Answers are read here and not by hivemind (version 1.1.12). Its C code unpacks nested values by recursion until the
+process ends. It writes names of nodes of any length in base 58, which takes half an hour for a megabyte.
 """
 
 from __future__ import annotations
