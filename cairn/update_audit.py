@@ -117,7 +117,7 @@ class RepeatedCheck:
 
     @property
     def passed(self) -> bool:
-        return all(s.value >= s.threshold for s in self.scores)
+        return all(s.passed for s in self.scores)
 
 
 def repeat_check(options: RepeatOptions) -> bool:
@@ -392,9 +392,7 @@ def lines(found: RepeatedCheck, owner: PeerKey) -> list[str]:
         + (f", the first {early} of them from the state before" if early else ""),
         f"check     {CHECKS[found.check]}, made on this machine in {found.cpu_seconds:.1f} s of CPU time",
     ]
-    result += [
-        f"score     {score_words([s])}: {_verdict(s.value >= s.threshold)}" for s in ordered_scores(found.scores)
-    ]
+    result += [f"score     {score_words([s])}: {_verdict(s.passed)}" for s in ordered_scores(found.scores)]
     result.append(f"chain     up to round {chain.round} it carries {_count(len(chain.reports))} on this update")
     result += [f"report    {_report(round_, report, owner)}" for round_, report in chain.reports]
     for number, (round_, decision) in enumerate(chain.decisions):

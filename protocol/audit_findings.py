@@ -55,7 +55,7 @@ def failed_reports(reports: Iterable[Attributed]) -> tuple[Attributed, ...]:
 
 def failed_scores(reports: Iterable[WorkReport]) -> tuple[ScoreRange, ...]:
     """Return the scores below their thresholds in these reports, by ascending name."""
-    return _ranges(s for report in reports for s in report.scores if s.value < s.threshold)
+    return _ranges(s for report in reports for s in report.scores if not s.passed)
 
 
 def describe_failures(reports: Iterable[Attributed], name_of: Callable[[PeerKey], str] = lambda key: key.short) -> str:

@@ -169,6 +169,10 @@ class Score:
     value: float
     threshold: float
 
+    @property
+    def passed(self) -> bool:
+        return self.value >= self.threshold
+
 
 @dataclass(frozen=True, slots=True)
 class WorkReport:
@@ -187,7 +191,7 @@ class WorkReport:
 
     @property
     def passed(self) -> bool:
-        return all(score.value >= score.threshold for score in self.scores)
+        return all(score.passed for score in self.scores)
 
 
 @dataclass(frozen=True, slots=True)

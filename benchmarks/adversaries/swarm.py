@@ -287,7 +287,7 @@ class Swarm:
         earlier = [list(self.sent[-2 - back].values()) for back in SCREENED_BACK if 1 + back < len(self.sent)]
         scores = compare_blobs(self.world.codec, self.world.profile.vocabulary, updates, earlier, self.chooser)
         self.seconds["screens"] += process_time() - began
-        return all(s.value >= s.threshold for s in scores)
+        return all(s.passed for s in scores)
 
     def _check(self, record: Certificate, update: Signed[UpdateHeader], by: PeerKey, check: AuditCheck) -> bool:
         """Make a check, and report it, unless its author is convicted already. Return whether the update passed."""
@@ -297,7 +297,7 @@ class Swarm:
             return True
         scores = self._scores(self.held[record.digest], update, by, check)
         self.reports.append(self.branch.report(record, update, by, check, scores))
-        return all(s.value >= s.threshold for s in scores)
+        return all(s.passed for s in scores)
 
     def _scores(self, held: Held, update: Signed[UpdateHeader], by: PeerKey, check: AuditCheck) -> tuple[Score, ...]:
         name = update.author, check, None if check == "replay" else by

@@ -159,7 +159,7 @@ class Judge:
         """Return the scores of a replay; one in the other precision follows, if the first does not find the update."""
         replays = [self.honest(state, claim, accepted)]
         scores = compare(self.world.codec, blob, replays)
-        if any(s.value < s.threshold for s in scores):
+        if any(not s.passed for s in scores):
             replays.append(self.honest(state, claim, accepted, in_bf16=True))
             scores = compare(self.world.codec, blob, replays)
         return scores

@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, PrivateAttr, ValidationError, model_vali
 
 from coordinator.authoring.conversations import ConversationTable
 from coordinator.authoring.errors import RunFileError
-from coordinator.authoring.measurements import ADAPTER_INNER
+from coordinator.authoring.measurements import ADAPTER_INNER, NESTEROV, PLAIN
 from coordinator.authoring.prepare import SHARD_TOKENS, TOKENIZER, check_choices
 from coordinator.authoring.toml_file import problems, read_tables
 from protocol.data_address import check_address
@@ -99,12 +99,6 @@ class DataTable(Section):
         """`source` as a list."""
         return [self.source] if isinstance(self.source, str) else list(self.source or [])
 
-
-SIGN_OUTER = OuterSpec(optimizer="nesterov", lr=1.0, momentum=0.5)
-"""The default outer step of runs with signs (docs/results/convergence.md)."""
-
-SIGN_PLAIN_LR = 1.8
-"""The best rate of a plain outer step with signs, without momentum: the mean of signs is too short a step."""
 
 REPLAYABLE_HOLD_ROUNDS = 32
 """The default hold of replayable runs: in it measured fakes were convicted (docs/results/adversaries.md)."""
@@ -232,12 +226,12 @@ def _fill_in(tables: dict[str, Any]) -> None:
                 checkpoint.setdefault("keep", max(CheckpointSpec().keep, kept_checkpoints(hold, every)))
     if isinstance(codec, dict) and isinstance(outer, dict):
         if codec.get("kind", CodecSpec().kind) == "sign":
-            optimizer = outer.setdefault("optimizer", "plain" if is_adapter else SIGN_OUTER.optimizer)
-            if optimizer == "plain":
-                outer.setdefault("lr", SIGN_PLAIN_LR)
-            elif optimizer == SIGN_OUTER.optimizer:
-                outer.setdefault("lr", SIGN_OUTER.lr)
-                outer.setdefault("momentum", SIGN_OUTER.momentum)
+            optimizer = outer.setdefault("optimizer", (PLAIN if is_adapter else NESTEROV).optimizer)
+            if optimizer == PLAIN.optimizer:
+                outer.setdefault("lr", PLAIN.lr)
+            elif optimizer == NESTEROV.optimizer:
+                outer.setdefault("lr", NESTEROV.lr)
+                outer.setdefault("momentum", NESTEROV.momentum)
     if isinstance(round_, dict) and isinstance(window_of, dict) and isinstance(inner, dict):
         target, window = round_.get("target_tokens"), window_of.get("window")
         batch = inner.get("batch", InnerSpec().batch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -91,12 +90,8 @@ def _receipt(item: ReceiptItem) -> dict[str, Any]:
         "pending_until": r.pending_until,
         "status": item.status,
         "void_reason": item.void_reason,
-        "bytes": _b64(item.encoded),
+        "bytes": json_view.base64_text(item.encoded),
     }
-
-
-def _b64(data: bytes) -> str:
-    return base64.b64encode(data).decode()
 
 
 _LINE = s.of(

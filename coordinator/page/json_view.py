@@ -204,7 +204,7 @@ def certificate(c: Certificate, name_of: NameOf) -> dict[str, Any]:
         ],
         "votes": [_named(v.author, name_of) for v in c.votes],
         "shards": [str(p) for p in c.shards],
-        "bytes": {"record": _base64(c.record.encoded), "votes": [_base64(v.encoded) for v in c.votes]},
+        "bytes": {"record": base64_text(c.record.encoded), "votes": [base64_text(v.encoded) for v in c.votes]},
     }
 
 
@@ -298,5 +298,6 @@ def _times(s: RoundObservation) -> dict[str, Any]:
     return times | {"certified": round(s.certified, 1), "training": s.training, "sent": s.sent, "received": s.received}
 
 
-def _base64(data: bytes) -> str:
+def base64_text(data: bytes) -> str:
+    """Return bytes as text for JSON."""
     return base64.b64encode(data).decode()

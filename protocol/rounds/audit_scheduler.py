@@ -209,7 +209,7 @@ class AuditScheduler:
         if event.check == "loss" and event.seed != following.audit_seed(event.record, event.update):
             return  # it compared windows that this branch has not drawn
         if event.check == "screen":
-            if any(s.value < s.threshold for s in event.scores):
+            if any(not s.passed for s in event.scores):
                 self._ask(following, event.record, event.update, "replay", _Asked())
             return
         number = chain.certificate(event.record).record.body.round

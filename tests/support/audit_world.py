@@ -118,7 +118,7 @@ def scores(job: AuditJob) -> dict[str, Score]:
 
 
 def passed(found: Mapping[str, Score]) -> bool:
-    return all(s.value >= s.threshold for s in found.values())
+    return all(s.passed for s in found.values())
 
 
 # -- fakes -------------------------------------------------------------------------------------------------------

@@ -20,8 +20,9 @@ from cairn.checkpoints import find_checkpoint
 from cairn.commands.run_file import DTYPES
 from coordinator.adapter_export import export_adapter, export_merged
 from coordinator.authoring.errors import RunFileError
+from coordinator.authoring.measurements import NESTEROV, PLAIN
 from coordinator.authoring.resolve import ResolvedRun, resolve
-from coordinator.authoring.runfile import SIGN_OUTER, SIGN_PLAIN_LR, load_run
+from coordinator.authoring.runfile import load_run
 from coordinator.authoring.summary import dtypes_line, validate
 from coordinator.checkpoints import evaluation_job
 from coordinator.checkpoints.archive import Archive
@@ -150,10 +151,10 @@ def test_the_state_is_the_adapter_and_the_base_is_a_blob(base: Path, begun: Reso
 
 def test_a_file_that_names_no_optimizers_has_those_that_an_adapter_learns_best_with(base: Path, begun: ResolvedRun):
     inner, outer = begun.spec.inner, begun.spec.outer
-    assert (inner.optimizer, outer.optimizer, outer.lr) == ("adamw", "plain", SIGN_PLAIN_LR)
+    assert (inner.optimizer, outer.optimizer, outer.lr) == ("adamw", "plain", PLAIN.lr)
     edit = ("[inner]", '[outer]\noptimizer = "nesterov"\n\n[inner]\noptimizer = "muon"')
     chosen = load_run(run_file(base, edit, name="chosen.toml"))
-    assert chosen.inner.optimizer == "muon" and chosen.outer == SIGN_OUTER
+    assert chosen.inner.optimizer == "muon" and chosen.outer == NESTEROV
 
 
 def test_the_adapter_begins_as_nothing_and_what_is_trained_in_full_as_the_base(begun: ResolvedRun):

@@ -30,7 +30,7 @@ from coordinator.authoring.model_config import (
     read_model,
 )
 from coordinator.authoring.plan import FINE_TUNING_TOKENS, PlanError, PlanInputs, RunPlan, plan
-from coordinator.authoring.runfile import SIGN_OUTER, SIGN_PLAIN_LR, RunFile, load_run
+from coordinator.authoring.runfile import RunFile, load_run
 from coordinator.authoring.template import fill
 from coordinator.authoring.toml_file import tomllib
 from protocol.codec import make_codec
@@ -276,10 +276,10 @@ def test_what_is_written_for_fine_tuning_has_the_least_loss_that_is_recorded():
 def test_the_outer_step_is_the_default_and_a_plain_one_for_fine_tuning():
     sign, tuned = MEASURED[:1], {"conversations": True}
     inputs = PlanInputs(10**9, uplink=10_000)
-    assert plan(inputs, sign).outer == measurements.NESTEROV == SIGN_OUTER
+    assert plan(inputs, sign).outer == measurements.NESTEROV
     for more in (tuned, {"frozen": 10**9}):
         p = plan(dataclasses.replace(inputs, **more), sign)
-        assert p.outer == measurements.PLAIN == OuterSpec(optimizer="plain", lr=SIGN_PLAIN_LR)
+        assert p.outer == measurements.PLAIN
     # Sparse updates need a rate of 1.
     assert plan(dataclasses.replace(inputs, **tuned), [sparse(64, 10, 1.1)]).outer == OuterSpec()
 
