@@ -22,6 +22,7 @@ from peer.node.node import Node
 from peer.store import Store
 from peer.store.disk import disk
 from protocol.codec import make_codec
+from protocol.coordinator_address import CoordinatorAddress
 from protocol.errors import CairnError
 from protocol.ids import Digest, PeerKey, Round
 from protocol.message_codec import encode_certificate
@@ -110,10 +111,10 @@ class ObserverView:
         return self._node.network.addresses
 
     @property
-    def coordinator_address(self) -> Signed[Any] | None:
+    def coordinator_address(self) -> Signed[CoordinatorAddress] | None:
         return self._node.membership.locator.newest
 
-    async def publish_coordinator_address(self, address: Signed[Any]) -> None:
+    async def publish_coordinator_address(self, address: Signed[CoordinatorAddress]) -> None:
         if not self._node.membership.locator.accept(address.encoded):  # else the node passes it on by itself
             self._node.network.send_to_all(address)
 

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from coordinator.swarm import SwarmView
 from protocol.coordinator_address import CoordinatorAddress, next_coordinator_address
@@ -35,7 +34,7 @@ class AddressPublisher:
     now: Callable[[], float]
     problem: str = field(default="", init=False)
     """Why two coordinators contradict each other, for everybody; empty when there is one."""
-    _published: Signed[Any] | None = field(default=None, init=False)
+    _published: Signed[CoordinatorAddress] | None = field(default=None, init=False)
     _contradicted: int = field(default=0, init=False)
 
     async def announce(self) -> None:
@@ -48,7 +47,7 @@ class AddressPublisher:
         self._published = next_coordinator_address(self.owner, newest, now)
         await self.view.publish_coordinator_address(self._published)
 
-    def _note(self, newest: Signed[Any] | None) -> None:
+    def _note(self, newest: Signed[CoordinatorAddress] | None) -> None:
         """Report that another coordinator publishes records too.
 
         One newer record may be late: of a coordinator that has stopped, whose clock was ahead.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from protocol.coordinator_address import CoordinatorAddress
 from protocol.ids import Digest, PeerKey, Round
 from protocol.messages import Certificate, Directive, Finalization, Heartbeat, Signed, UpdateHeader
 
@@ -119,11 +120,11 @@ class SwarmView(Protocol):
         ...
 
     @property
-    def coordinator_address(self) -> Signed[Any] | None:
+    def coordinator_address(self) -> Signed[CoordinatorAddress] | None:
         """The newest coordinator address record (body: CoordinatorAddress) that the observer has."""
         ...
 
-    async def publish_coordinator_address(self, address: Signed[Any]) -> None:
+    async def publish_coordinator_address(self, address: Signed[CoordinatorAddress]) -> None:
         """Publish a coordinator address record, and store it for the next start; it may be repeated."""
         ...
 

@@ -26,7 +26,8 @@ from protocol.errors import CairnError, MalformedError
 from protocol.ids import MAX_COUNT, Digest, PeerKey, Round, RunId
 from protocol.ledger.audit import CreditedRound, CreditedRounds
 from protocol.ledger.credits import CreditLine
-from protocol.ledger.statements import Receipt, SignedStatement, open_receipt
+from protocol.ledger.statements import Receipt, open_receipt
+from protocol.messages import Signed
 from protocol.plain_text import printable
 from protocol.strict_json import read_json
 
@@ -58,7 +59,7 @@ Fetch = Callable[[str], Awaitable[bytes]]
 class Receipted:
     """A verified receipt, and by the coordinator's word its status and what voids it ("": nothing)."""
 
-    word: SignedStatement[Receipt]
+    word: Signed[Receipt]
     status: str
     void_reason: str = ""
 

@@ -48,7 +48,7 @@ def is_coordinator_address(encoded: bytes) -> bool:
     return encoded.startswith(_BEGINNING)
 
 
-def sign_coordinator_address(owner: Identity, body: CoordinatorAddress) -> Signed[Any]:
+def sign_coordinator_address(owner: Identity, body: CoordinatorAddress) -> Signed[CoordinatorAddress]:
     """Return the signed record, rounded as others will read it.
 
     Raises MalformedError for one that they would refuse.
@@ -57,7 +57,7 @@ def sign_coordinator_address(owner: Identity, body: CoordinatorAddress) -> Signe
     return open_coordinator_address(encoded, body.run, owner.key)
 
 
-def open_coordinator_address(encoded: bytes, run: RunId, owner: PeerKey) -> Signed[Any]:
+def open_coordinator_address(encoded: bytes, run: RunId, owner: PeerKey) -> Signed[CoordinatorAddress]:
     """Return the verified record.
 
     Raises MalformedError, SignatureError; AdmissionError when it is not the owner's.
@@ -67,7 +67,9 @@ def open_coordinator_address(encoded: bytes, run: RunId, owner: PeerKey) -> Sign
     return Signed(body, e.author, e.digest, e.encoded)
 
 
-def open_if_newer(encoded: bytes, run: RunId, owner: PeerKey, than: Signed[Any] | None) -> Signed[Any] | None:
+def open_if_newer(
+    encoded: bytes, run: RunId, owner: PeerKey, than: Signed[CoordinatorAddress] | None
+) -> Signed[CoordinatorAddress] | None:
     """Open a record if it is newer than the given one. For an older one return None, without a signature check."""
     if than is not None:
         if encoded == than.encoded:
@@ -77,7 +79,9 @@ def open_if_newer(encoded: bytes, run: RunId, owner: PeerKey, than: Signed[Any] 
     return open_coordinator_address(encoded, run, owner)
 
 
-def next_coordinator_address(owner: Identity, newest: Signed[Any] | None, present: CoordinatorAddress) -> Signed[Any]:
+def next_coordinator_address(
+    owner: Identity, newest: Signed[CoordinatorAddress] | None, present: CoordinatorAddress
+) -> Signed[CoordinatorAddress]:
     """Return the coordinator's newest record while nothing has changed, else a newer one that names what is `present`.
 
     `present.sequence` is the clock's (unix milliseconds). If the clock went backwards, the newest record's plus one.
@@ -89,7 +93,7 @@ def next_coordinator_address(owner: Identity, newest: Signed[Any] | None, presen
     return sign_coordinator_address(owner, present)
 
 
-def newest_address(found: Sequence[Signed[Any]]) -> Signed[Any] | None:
+def newest_address(found: Sequence[Signed[CoordinatorAddress]]) -> Signed[CoordinatorAddress] | None:
     """Return the newest of several records; None if there are none."""
     return max(found, key=lambda s: s.body.sequence, default=None)
 

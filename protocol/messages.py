@@ -366,12 +366,12 @@ Body = (
     | Heartbeat
     | Goodbye
 )
-T = TypeVar("T", bound=Body)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Signed(Generic[T]):
-    """A verified body, its author, its digest, and the envelope to pass on."""
+    """A verified body, its author, its digest, and the envelope to keep and to pass on."""
 
     body: T
     author: PeerKey

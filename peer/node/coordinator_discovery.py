@@ -13,12 +13,17 @@ import asyncio
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from peer.coordinator_client import CoordinatorClient, usable_addresses
 from peer.node.outbox import NETWORK_ERRORS
 from peer.store import Store, StoreError
-from protocol.coordinator_address import newest_address, open_coordinator_address, open_if_newer
+from protocol.coordinator_address import (
+    CoordinatorAddress,
+    newest_address,
+    open_coordinator_address,
+    open_if_newer,
+)
 from protocol.errors import CairnError, MalformedError, ProtocolError
 from protocol.ids import PeerKey, RunId
 from protocol.messages import MAX_ADDRESSES, Signed
@@ -53,7 +58,7 @@ class CoordinatorLocator:
         self._run, self._owner = spec.run_id, spec.owner_key
         self._client = client
         self._spec: bytes | None = None
-        self.newest: Signed[Any] | None = None
+        self.newest: Signed[CoordinatorAddress] | None = None
         """The newest verified record; None when there is none yet."""
         self._changed = asyncio.Event()
         if (encoded := store.read_value(COORDINATOR_ADDRESS)) is not None:
@@ -62,7 +67,7 @@ class CoordinatorLocator:
             except ProtocolError as e:
                 log.warning("the stored coordinator address is ignored: %s", e)
 
-    def _set(self, record: Signed[Any]) -> None:
+    def _set(self, record: Signed[CoordinatorAddress]) -> None:
         self.newest = record
         if self._client is not None:
             self._client.moved(record.body)
@@ -85,7 +90,7 @@ class CoordinatorLocator:
             log.warning("the coordinator's address was not kept for the next start: %s", e)
         return True
 
-    async def newer_than(self, record: Signed[Any] | None) -> Signed[Any]:
+    async def newer_than(self, record: Signed[CoordinatorAddress] | None) -> Signed[CoordinatorAddress]:
         """Wait until the newest record is another one than `record`, and return it."""
         while self.newest is None or self.newest is record:
             await self._changed.wait()
@@ -145,7 +150,7 @@ class DiscoveredRun:
     """
 
     encoded: bytes
-    coordinator_address: Signed[Any] | None
+    coordinator_address: Signed[CoordinatorAddress] | None
     addresses: tuple[str, ...]
     members: int
 
@@ -159,7 +164,7 @@ async def discover_run(run: RunId, addresses: Iterable[str]) -> DiscoveredRun | 
     from peer.swarm.anonymous import ask_for_coordinator
 
     encoded, spec = b"", None
-    records: list[Signed[Any]] = []
+    records: list[Signed[CoordinatorAddress]] = []
     usable: list[str] = []
 
     def accept(member: PeerKey, reply: wire.CoordinatorAddressReply) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
@@ -17,7 +17,7 @@ from protocol.envelope import claimed_author, open_envelope, seal
 from protocol.errors import AdmissionError, MalformedError
 from protocol.identity import Identity
 from protocol.ids import MAX_ROUND, Digest, PeerKey, Round, RunId
-from protocol.messages import MAX_REASON
+from protocol.messages import MAX_REASON, Signed
 from protocol.wire import ledger_pb2 as wire
 
 MAX_ACCOUNT_NAME = 40
@@ -73,16 +73,6 @@ T = TypeVar("T", Receipt, BindPeer, BindAccount)
 
 
 @dataclass(frozen=True, slots=True)
-class SignedStatement(Generic[T]):
-    """A verified statement, who signed it, its digest, and the envelope to keep and to pass on."""
-
-    body: T
-    author: PeerKey
-    digest: Digest
-    encoded: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class AccountBinding:
     """A binding that peer and account have signed.
 
@@ -103,21 +93,21 @@ class AccountBinding:
         return self.peer_time, self.account_time
 
 
-def sign(identity: Identity, body: T) -> SignedStatement[T]:
+def sign(identity: Identity, body: T) -> Signed[T]:
     """Return the signed statement. Raises MalformedError for one that others would refuse."""
     kind, limit, encode, decode = _KINDS[type(body)]
     e = seal(identity, kind, encode(body).SerializeToString(deterministic=True))
     if len(e.encoded) > limit or decode(e.payload) != body:
         raise MalformedError(f"this {kind} has no form on the wire: a text or a number is too large")
-    return SignedStatement(body, e.author, e.digest, e.encoded)
+    return Signed(body, e.author, e.digest, e.encoded)
 
 
-def open_receipt(encoded: bytes, run: RunId, owner: PeerKey) -> SignedStatement[Receipt]:
+def open_receipt(encoded: bytes, run: RunId, owner: PeerKey) -> Signed[Receipt]:
     """Return a verified receipt. Raises MalformedError, SignatureError; AdmissionError when it is not the owner's."""
     return _open(encoded, Receipt, run, owner)
 
 
-def open_bind_peer(encoded: bytes, run: RunId) -> SignedStatement[BindPeer]:
+def open_bind_peer(encoded: bytes, run: RunId) -> Signed[BindPeer]:
     """Return a peer's consent to be bound to an account, which the account signs.
 
     Raises MalformedError, SignatureError.
@@ -141,7 +131,7 @@ def open_binding(encoded: bytes, run: RunId) -> AccountBinding:
     return AccountBinding(inner.author, outer.author, b.name, b.team, inner.body.time, b.time, outer.encoded)
 
 
-def _open(encoded: bytes, body: type[T], run: RunId, by: PeerKey | None) -> SignedStatement[T]:
+def _open(encoded: bytes, body: type[T], run: RunId, by: PeerKey | None) -> Signed[T]:
     kind, limit, encode, decode = _KINDS[body]
     if by is not None and claimed_author(encoded, limit=limit) != by:
         raise AdmissionError(f"a {kind} that is not signed by the run's owner")
@@ -151,7 +141,7 @@ def _open(encoded: bytes, body: type[T], run: RunId, by: PeerKey | None) -> Sign
         raise MalformedError(f"a {kind} that is not in canonical form")
     if decoded.run != run:
         raise MalformedError(f"a {kind} of another run ({decoded.run.short})")
-    return SignedStatement(decoded, e.author, e.digest, e.encoded)
+    return Signed(decoded, e.author, e.digest, e.encoded)
 
 
 # -- the forms on the wire -------------------------------------------------------------------------------------------
