@@ -19,9 +19,6 @@ VOCABULARY = 32_768
 @click.option("--end-of-text", help="Its token that ends a document.  [default: eos_token of its config]")
 @click.option("--field", default="text", show_default=True, help="The text's field in JSONL and column in Parquet.")
 @click.option(
-    "--shard-tokens", type=click.IntRange(1024, 2**31), default=2**26, show_default=True, help="Tokens a shard."
-)
-@click.option(
     "--validation-every",
     type=click.IntRange(0, 10**6),
     default=0,
@@ -43,7 +40,7 @@ VOCABULARY = 32_768
 @click.option("--mix", type=(str, float), multiple=True, metavar="INPUT SHARE", help="Other documents beside them.")
 def prepare(
     inputs: tuple[str, ...], out: Path, vocab: int | None, tokenizer: Path | None, end_of_text: str | None, field: str,
-    shard_tokens: int, validation_every: int, window: int | None, chat_template: Path | None,
+    validation_every: int, window: int | None, chat_template: Path | None,
     train_on: tuple[str, ...], long: str, mix: tuple[tuple[str, float], ...],
 ) -> None:  # fmt: skip
     """Turn text, JSONL or Parquet files into token shards with a manifest."""
@@ -77,7 +74,6 @@ def prepare(
         tokenizer=tokenizer,
         end_of_text=end_of_text,
         validation_every=validation_every,
-        shard_tokens=shard_tokens,
         window=window,
         conversations=None if window is None else table,
         report=lambda line: click.echo(line, err=True),
