@@ -24,7 +24,7 @@ from peer.store.disk import disk
 from protocol.codec import make_codec
 from protocol.coordinator_address import CoordinatorAddress
 from protocol.errors import CairnError
-from protocol.ids import Digest, PeerKey, Round
+from protocol.ids import Digest, PeerKey
 from protocol.message_codec import encode_certificate
 from protocol.messages import Certificate, Directive, Finalization, Signed
 from protocol.rounds import events
@@ -135,7 +135,8 @@ class ObserverView:
     async def offer_state(self, state: Digest, record: Digest) -> None:
         chain = self._node.chain
         # A state that an earlier rollback has left can be nobody's target: members have dropped its records.
-        archived = [a for a in self._archive.all() if chain.main_chain_at(a.round) == a.record]
+        first = chain.height(chain.root)
+        archived = [a for a in self._archive.all() if a.round < first or chain.main_chain_at(a.round) == a.record]
         found = next((a for a in archived if (a.state, a.record) == (state, record)), None)
         if found is None:
             rounds = ", ".join(str(a.round) for a in archived if a.round) or "none"
@@ -144,10 +145,6 @@ class ObserverView:
                 f"rounds {rounds} are there"
             )
         await self.offer(found)
-
-    async def drop_abandoned(self, after: Round) -> None:
-        gone = [a for a in self._abandoned_states() if a.round > after]
-        await asyncio.to_thread(self._archive.drop, gone)
 
     def held_state(self) -> int:
         return next(iter(self.held_states()), 0)

@@ -192,7 +192,9 @@ class RunControl:
     async def _issue_verdicts(self) -> None:
         try:
             async with self._alone():
-                await self._to_its_end(self._resume())  # an order may be in the file that nobody could give
+                stored, _ = await asyncio.to_thread(self.file.read)
+                if any(map(self._is_behind, stored)):  # an order may be in the file that nobody could give
+                    await self._to_its_end(self._resume())
                 verdicts = tuple(sorted(self.indexer.verdicts, key=lambda v: (v.record, v.peer)))
                 before = Directive(self.run, 0) if self.newest is None else self.newest.body
                 if self._is_behind(self.view.directive) or set(verdicts) <= set(before.verdicts):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -85,7 +86,8 @@ class LineFile:
         """Let a service read what root wrote into its folder."""
         if os.geteuid() == 0:
             folder = os.stat(self.path.parent)
-            os.fchown(fd, folder.st_uid, folder.st_gid)
+            with suppress(OSError):  # some file systems refuse it to root, too
+                os.fchown(fd, folder.st_uid, folder.st_gid)
 
     def rewrite(self, lines: Iterable[bytes]) -> None:
         replace(self.path, b"".join(line + b"\n" for line in lines), self._mode)

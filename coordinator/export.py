@@ -115,13 +115,13 @@ def new_folder(out: Path, size: int, *, force: bool) -> Iterator[Path]:
     draft = out.with_name(f".{out.name}.partial")  # one name, so that the next export takes away what a kill left
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(draft, ignore_errors=True)
         free = shutil.disk_usage(out.parent).free
         if free < size + SPARE:
             raise ExportError(
                 f"{out.parent}: {(size + SPARE) / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB are free: make room, or "
                 "name a folder on another disk"
             )
-        shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir()
         yield draft
         for file in draft.iterdir():

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from protocol.coordinator_address import CoordinatorAddress
-from protocol.ids import Digest, PeerKey, Round
+from protocol.ids import Digest, PeerKey
 from protocol.messages import Certificate, Directive, Finalization, Heartbeat, Signed, UpdateHeader
 
 TRAINING_PHASES = ("training", "exchanging")
@@ -144,8 +144,8 @@ class SwarmView(Protocol):
         """
         ...
 
-    async def drop_abandoned(self, after: Round) -> None:
-        """Delete the archived states after a round that the chain has left: nobody may take them for the run's."""
+    def held_states(self) -> list[int]:
+        """Return the rounds whose base states are archived, of those on the way to the head: newest first."""
         ...
 
     def held_state(self) -> int:

@@ -210,8 +210,8 @@ class Archive:
     def drop(self, archived: Iterable[ArchivedState]) -> None:
         """Delete states that the chain has left."""
         gone = list(archived)
-        self._mark_left(gone)
         with self._writing:
+            self._mark_left(gone)
             for a in gone:
                 self._remove(a.folder, even_if_open=True)
 
@@ -227,23 +227,21 @@ class Archive:
             return set(self._left)
 
     def forget_left(self, states: Iterable[Digest]) -> None:
-        """Drop states from `left`: their copies are deleted. Raises CoordinatorError."""
+        """Drop states from `left`: their copies are deleted."""
         with self._writing:
             self._keep_left(self.left() - set(states))
 
     def _keep_left(self, states: set[Digest]) -> None:
         if states == self.left():
             return
+        with self._lock:
+            self._left = states
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             durable.replace(self.folder / LEFT, _json(sorted(map(str, states))))
-        except OSError as e:
+        except OSError as e:  # it must not keep a rollback from being followed
             why = (e.strerror or str(e)).lower()
-            raise CoordinatorError(
-                f"{self.folder / LEFT} cannot be written: {why}; free some disk space, or make the folder writable"
-            ) from None
-        with self._lock:
-            self._left = states
+            log.warning("%s cannot be written: %s; copies of these states may stay", self.folder / LEFT, why)
 
     def prune(self) -> None:
         """Delete the states that the policy does not keep."""

@@ -229,10 +229,24 @@ class CheckpointArchiver:
         self._wake()
 
     async def roll_back(self, rollback: Rollback) -> None:
-        """Drop the states that the run has left, and count the evaluations no more that are of these."""
+        """Drop the states that the run has left, and count the evaluations no more that are of later rounds.
+
+        Nobody may take them for the run's. A chain that has not come as far as the rollback cannot say which they are;
+        states that were signed as final since are of the new branch, however far the chain has come.
+        """
         left = [Digest.parse(state) for state, r in self.evaluations.done().items() if r > rollback.round]
         await asyncio.to_thread(self.evaluations.mark_left, left)
-        await self._view.drop_abandoned(rollback.round)
+        if await self._view.certificates_after(rollback.record, 1) is not None:
+            held = set(self._view.held_states())
+            gone = [
+                a for a in self.archive.all()
+                if a.round > rollback.round and a.round not in held and self._final_epoch(a) < rollback.epoch
+            ]  # fmt: skip
+            await asyncio.to_thread(self.archive.drop, gone)
+
+    def _final_epoch(self, archived: ArchivedState) -> int:
+        """Return the epoch in which a state was signed as final; -1 if it was not."""
+        return self._decoder.decode(archived.final, Finalization).body.epoch if archived.final else -1
 
     def _evaluation_job(self, archived: ArchivedState) -> Row:
         e, s = self._settings.evaluation, self._settings.samples
@@ -267,7 +281,7 @@ class CheckpointArchiver:
                         "coordinator.checkpoints.copies", self._copy_job(held, left), self._note_copy,
                         deadline=COPY_SECONDS, silence=COPY_SILENCE_SECONDS,
                     )  # fmt: skip
-                self.archive.forget_left(left)
+                await asyncio.to_thread(self.archive.forget_left, left)
                 self._listed = True
                 self._solved("copies")
                 failures = 0

@@ -222,8 +222,8 @@ class AuditRunner:
             return "its credit has settled"
         following = chain.reports_after(chain.head)
         # After a decision only a juror's replay is wanted, while it may cost others the stake.
-        is_over = following.is_closed if action.is_accused else following.is_decided
-        if is_over(record, action.update):
+        votes = action.is_accused and following.refusal(record, action.update, self.me, "replay") is None
+        if following.is_decided(record, action.update) and not votes:
             return "a jury has decided about it, or has convicted its author"
         return None
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
 from peer.store import Store
+from protocol.bounded import BoundedDict
 from protocol.chain import Chain, ChainLimits, UnknownParent
 from protocol.errors import ChainError, FinalizedConflict, MalformedError, ProtocolError
-from protocol.ids import Digest
+from protocol.ids import Digest, Round
 from protocol.message_codec import MessageDecoder, encode_certificate
 from protocol.messages import MAX_CERTIFICATES, Certificate, Directive, Finalization, Signed
 from protocol.spec import RunSpec
@@ -24,6 +25,9 @@ FINALIZATION, PENDING, DIRECTIVE = "finalization", "pending-finalization", "dire
 MAX_HAVE = 256
 REPLY_CERTIFICATES = MAX_CERTIFICATES // 4
 REPLY_BYTES = 2 * 1024 * 1024
+
+SIDE = 1024
+"""Certificates of other branches that are flushed to disk if their branch wins."""
 
 SWEEP_EVERY = 256
 """Certificates stored between two searches for those that nobody needs."""
@@ -41,6 +45,9 @@ class ChainStore:
         self._decoder = decoder
         self._spec = spec
         self._stored = 0
+        self._side: BoundedDict[Digest, Round] = BoundedDict(SIDE)
+        """Newest certificates beside the head's path, which a power cut may lose."""
+
         self.chain = Chain(spec.run_id, spec.genesis.name, limits)
         self._load(self.chain)
 
@@ -83,10 +90,15 @@ class ChainStore:
         a power cut may lose them. From time to time those that the tree has dropped are removed from the disk.
         """
         number, digest = certificate.record.body.round, certificate.digest
-        counts = digest in self.chain and self.chain.is_ancestor(digest, self.chain.head)
-        self._store.append_certificate(encode_certificate(certificate), number, digest, durable=counts)
-        self._stored += 1
         chain = self.chain
+        counts = digest in chain and chain.is_ancestor(digest, chain.head)
+        self._store.append_certificate(encode_certificate(certificate), number, digest, durable=counts)
+        if not counts:
+            self._side[digest] = number
+        elif self._side:  # some of another branch may lead to it
+            for older in takewhile(self._side.__contains__, islice(chain.ancestors(digest), 1, None)):
+                self._store.flush_certificate(self._side.pop(older), older)
+        self._stored += 1
         if self._stored % SWEEP_EVERY == 0:
             # Rounds before the tree's first one were swept in their time; of those the tree knows nothing any more.
             first = chain.height(chain.root)

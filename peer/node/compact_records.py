@@ -14,6 +14,7 @@ from typing import Protocol
 
 from peer.node.outbox import NETWORK_ERRORS
 from peer.node.tasks import Tasks
+from peer.swarm import checking_cost
 from protocol.bounded import BoundedDict
 from protocol.compact_record import (
     CompactRecord,
@@ -171,7 +172,8 @@ class CompactRecords:
 
     def _reconstruct(self, sender: PeerKey, compact_form: CompactRecord, headers: Mapping[bytes, bytes]) -> bytes:
         record = compact_form.reconstruct([headers[n] for n in compact_form.header_ids])
-        self._transport.charge(sender, len(record))  # it is no cheaper than a whole one
+        # It is no cheaper than a whole one.
+        self._transport.charge(sender, len(record) + checking_cost(record, has_record=True))
         return record
 
     def _known(self, names: Iterable[bytes]) -> dict[bytes, bytes]:

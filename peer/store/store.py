@@ -76,6 +76,14 @@ class Store(BlobStore):
         with disk(f"writing the certificate of round {round}"):
             write_durably(path, [sha256(data), data], scratch=self.scratch, flush=durable)
 
+    def flush_certificate(self, round: Round, digest: Digest) -> None:
+        """Have a certificate survive a power cut that was kept without that. Raises StoreError."""
+        path = self.folder / "chain" / f"{round:013d}-{digest.hex()}"
+        with disk(f"writing the certificate of round {round}"):
+            with suppress(FileNotFoundError), path.open("rb") as file:  # swept since
+                os.fsync(file.fileno())
+            flush_folder(path.parent)
+
     def certificates(self) -> Iterator[bytes]:
         """Yield all certificates, by round, then digest. One that fails its checksum is removed, with a warning."""
         for path, round, _ in self._certificate_files():

@@ -15,4 +15,4 @@ from peer.swarm.errors import (
     SwarmError,
     SwarmStartError,
 )
-from peer.swarm.swarm import MAX_PACKET, Handlers, Swarm, SwarmLimits
+from peer.swarm.swarm import MAX_PACKET, Handlers, Swarm, SwarmLimits, checking_cost

@@ -349,8 +349,8 @@ class Swarm:
         return await self._call(to, "coordinator-address", request, wire.CoordinatorAddressReply, REPLY_SECONDS)
 
     def charge(self, sender: PeerKey, size: int) -> None:
-        """Count bytes against a sender's limit, besides those that it sent."""
-        self._limiter.charge(sender, size)
+        """Count work that stands for these bytes against a sender's limit, besides those that it sent."""
+        self._limiter.charge(sender, size, work=True)
 
     async def _call(self, to: PeerKey, call: Call, message: Message, reply: type[M], timeout: float) -> M:
         data_size = message.ByteSize()
@@ -384,8 +384,8 @@ class Swarm:
                 f"a packet of {messages:,} messages and {certificates:,} certificates: "
                 f"at most {MAX_MESSAGES:,} and {MAX_CERTIFICATES:,} are accepted"
             )
-        cost = sum(_cost(m, has_record=m.startswith(_RECORD)) for m in packet.messages)
-        cost += sum(_cost(c, has_record=True) for c in packet.certificates)
+        cost = sum(checking_cost(m, has_record=m.startswith(_RECORD)) for m in packet.messages)
+        cost += sum(checking_cost(c, has_record=True) for c in packet.certificates)
         self._limiter.charge(sender, cost, work=True)
         async with AsyncExitStack() as turn:
             if not self._handlers.is_known(sender):
@@ -519,6 +519,6 @@ class Swarm:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _cost(message: bytes, *, has_record: bool) -> int:
+def checking_cost(message: bytes, *, has_record: bool) -> int:
     """Return the bytes that a message counts for besides its own, by the time that it takes to check it."""
     return RECORD_COST + MESSAGE_COST * (len(message) // SIGNED_BYTES) if has_record else MESSAGE_COST

@@ -53,7 +53,8 @@ def _notify_accusations(context: Context, certificate: Certificate) -> None:
         if report.body.check != "replay" or report.body.passed or audited not in chain or audited == chain.root:
             continue
         updates = chain.certificate(audited).record.body.updates
-        if any(u.digest == report.body.update and u.author == context.me for u in updates):
+        is_mine = any(u.digest == report.body.update and u.author == context.me for u in updates)
+        if is_mine and not chain.reports_after(body.parent).is_decided(audited, report.body.update):
             found.setdefault(audited, []).append((report.author, report.body))
     for audited in sorted(found.keys() - {d.record for d in body.decisions if d.author == context.me}):
         number = chain.certificate(audited).record.body.round

@@ -214,7 +214,7 @@ async def test_a_rollback_takes_the_ledger_back_once_and_only_to_a_state_that_is
             swarm.blobs.add(state(3))
             swarm.chain = swarm.chain.fork(3)
             await c.publish_directive(back.encoded)
-        assert chain.posted == (2, to.digest) and (swarm.offered, swarm.dropped) == ([state(3)], [Round(3)])
+        assert chain.posted == (2, to.digest) and swarm.offered == [state(3)]
         later = word(4, rollback=back.body.rollback, run_status="paused")
         async with client(coordinator) as c:
             await c.publish_directive(later.encoded)

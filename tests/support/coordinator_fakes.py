@@ -183,7 +183,6 @@ class FakeSwarm:
         self.headers: list[AnnouncedUpdate] = []
         self.directives: list[Signed[Directive]] = []
         self.offered: list[Digest] = []
-        self.dropped: list[Round] = []
         """States that were offered to peers; asked for another than those in `blobs`, it is refused."""
         self.updates_problem = ""
         self.held: int | None = None
@@ -213,9 +212,6 @@ class FakeSwarm:
         if state not in self.blobs:
             raise CairnError("it is not archived")
         self.offered.append(state)
-
-    async def drop_abandoned(self, after: Round) -> None:
-        self.dropped.append(after)
 
     async def certificates_after(self, record: Digest, limit: int) -> Sequence[Certificate] | None:
         certificates = self.chain.certificates
@@ -262,6 +258,9 @@ class FakeSwarm:
 
     async def publish_coordinator_address(self, address: Signed[Any]) -> None:
         self.address_records.append(address)
+
+    def held_states(self) -> list[int]:
+        return [] if self.held is None else [self.held]
 
     def held_state(self) -> int:
         return len(self.chain.certificates) if self.held is None else self.held

@@ -143,13 +143,15 @@ class HeartbeatValidator(RecordValidatorBase):
         newest = self._live.get(author)
         if newest is not None and sequence < newest[0] and newest[2] >= now:
             raise MalformedError("its author has sent a newer one")
+        if newest is not None and newest[2] > max(expiration, now):
+            raise MalformedError("it expires before the one that is kept, which the DHT would go on to keep")
         if self._exceeds(author, size):
             for expired in [k for k, (_, _, until) in self._live.items() if until < now]:
                 self._total -= self._live.pop(expired)[1]
             if self._exceeds(author, size):
                 raise MalformedError("there are too many members already")
         newest = self._live.get(author)
-        self._live[author] = (sequence, size, expiration if newest is None else max(expiration, newest[2]))
+        self._live[author] = (sequence, size, expiration)
         self._total += size - (0 if newest is None else newest[1])
 
     def _exceeds(self, author: PeerKey, size: int) -> bool:

@@ -37,6 +37,7 @@ from protocol.messages import Rollback
 from tests.support.checkpoint_world import CheckpointWorld, Uniform, nan, shards
 from tests.support.observer_world import SPEC
 from tests.support.priority import session_niceness
+from tests.support.specs import digest
 from tests.support.waiting import LIMIT, NEVER, until
 
 
@@ -468,6 +469,22 @@ async def test_after_a_rollback_no_evaluation_of_a_later_round_counts(world: Che
         world.swarm.changed()
         await until(lambda: keeper.validation == (10, 4.0))
     assert asked == ["round-000000", "round-000005", "round-000010", "round-000010"]  # the left state not once more
+
+
+async def test_a_rollback_drops_the_states_that_the_run_has_left_and_no_others(world: CheckpointWorld):
+    for round_ in (5, 10, 15, 20):
+        world.final(round_)
+    world.rounds(5)
+    world.add(25)
+    keeper = world.keeper()
+    first, second = world.swarm.chain.certificates[9].digest, digest("a record that this chain has not come to")
+    await keeper.roll_back(Rollback(1, second, Round(10), world.digests[10]))
+    assert [a.round for a in world.archive.all()] == [10, 15, 20, 25], "the chain cannot say which are left"
+    await keeper.roll_back(Rollback(0, first, Round(10), world.digests[10]))
+    assert [a.round for a in world.archive.all()] == [10, 15, 20], "of this epoch's final ones none"
+    world.swarm.held = 20
+    await keeper.roll_back(Rollback(1, first, Round(10), world.digests[10]))
+    assert [a.round for a in world.archive.all()] == [10, 20]
 
 
 async def test_an_evaluation_that_a_full_disk_did_not_take_is_written_when_it_has_space(

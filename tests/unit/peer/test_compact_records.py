@@ -8,6 +8,7 @@ import pytest
 
 from peer.node import compact_records as module
 from peer.node.compact_records import IN_PACKET, PER_AUTHOR, CompactRecords, HeaderCache
+from peer.swarm import checking_cost
 from peer.swarm.errors import PeerUnreachable
 from protocol.compact_record import (
     HEADER_ID_BYTES,
@@ -28,6 +29,10 @@ from tests.support.signed import HEADERS, PEERS, RECORD, decoder, header, heartb
 
 A, B = PEERS[1].key, PEERS[2].key
 SENT = [h.encoded for h in HEADERS]
+
+
+WHOLE = len(RECORD.encoded) + checking_cost(RECORD.encoded, has_record=True)
+"""What a whole record counts for."""
 
 
 def brief_of(of=RECORD) -> bytes:
@@ -163,7 +168,7 @@ async def test_who_holds_the_headers_has_the_record_at_once(sides):
         receiver.records.note(h)
     beat = heartbeat(PEERS[3]).encoded
     assert await receiver.get(beat, sender.records.encode(RECORD)) == [beat, RECORD.encoded]
-    assert not receiver.asked and receiver.charged == len(RECORD.encoded)
+    assert not receiver.asked and receiver.charged == WHOLE
 
 
 async def test_who_lacks_some_asks_the_sender_for_those_alone(sides):
@@ -236,7 +241,7 @@ async def test_of_one_packet_some_briefs_are_looked_at_and_each_is_charged(sides
     sender, receiver = sides
     receiver.records.note(RECORD)
     found = await receiver.get(*[sender.records.encode(RECORD)] * (2 * IN_PACKET))
-    assert len(found) == IN_PACKET and receiver.charged == IN_PACKET * len(RECORD.encoded)
+    assert len(found) == IN_PACKET and receiver.charged == IN_PACKET * WHOLE
 
 
 async def test_one_request_is_under_way_for_a_sender_and_so_many_in_all(sides, monkeypatch):

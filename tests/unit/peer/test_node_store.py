@@ -188,6 +188,16 @@ def test_only_records_on_the_heads_path_wait_for_the_disk(store, monkeypatch):
         log.chain.add(c)
         log.store(c)
     assert len(flushed) == 6 and len(made_digests(store)) == 8
+    other = made.fork(1)
+    side = other.add({1: 5, 2: 5})
+    log.chain.add(side)
+    log.store(side)
+    assert len(flushed) == 6
+    child = other.add({1: 5, 2: 5})
+    log.chain.add(child)
+    monkeypatch.setattr(log.chain, "is_ancestor", lambda record, head: True)  # its branch has won
+    log.store(child)
+    assert len(flushed) == 6 + 2 + 2, "the one that leads to it, too"
 
 
 def made_digests(store: Store) -> list[Digest]:

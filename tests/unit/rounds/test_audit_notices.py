@@ -130,6 +130,13 @@ def test_whoever_late_votes_refute_reads_so_and_others_read_nothing_a_second_tim
     assert notices(case.branch, LIAR) == []
 
 
+def test_the_convicted_does_not_read_of_late_votes_that_nothing_is_decided():
+    case = decided_narrowly(passed=False)
+    case.branch.add(report(case.record, case.late, margin=0.001))
+    assert not case.branch.chain.certificate(case.branch.chain.head).record.body.decisions
+    assert notices(case.branch, LIAR) == []
+
+
 def test_a_notice_without_the_audited_record_in_memory_still_says_what_it_costs(convicted):
     decision = convicted.chain.certificate(convicted.chain.head).record.body.decisions[0]
     assert reports_behind(decision, ()) == () and describe_failures(()) == ""
