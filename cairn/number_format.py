@@ -8,6 +8,8 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 _SIZE = re.compile(r"([0-9][0-9_]{0,18}(?:\.[0-9]{1,12})?(?:[eE][+]?[0-9]{1,2})?)([KMBGT]?)", re.I)
 
 SPARKS = "▁▂▃▄▅▆▇█"
+MOST = 1e300
+"""Values beyond it are drawn as it: the difference of two must be a number."""
 
 
 def parse_size(text: str) -> int | None:
@@ -50,6 +52,7 @@ def sparkline(values: list[float], width: int = 40) -> str:
             sum(g) / len(g)
             for g in (values[int(i * step) : max(int(i * step) + 1, int((i + 1) * step))] for i in range(width))
         ]
+    values = [max(-MOST, min(MOST, v)) for v in values]
     low, high = min(values), max(values)
     scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
     return "".join(SPARKS[round((v - low) * scale)] for v in values)

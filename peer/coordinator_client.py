@@ -51,6 +51,7 @@ MAX_CERTIFICATE = 16 * 1024
 _OPTIONS = (
     ("grpc.ssl_target_name_override", TLS_NAME),
     ("grpc.max_receive_message_length", MAX_REPLY),
+    ("grpc.compression_enabled_algorithms_bitset", 1),  # none: old versions inflate before they compare with the limit
     ("grpc.enable_retries", 0),  # tried again here, with one policy
     ("grpc.enable_http_proxy", 0),  # the pinned certificate is fetched without one, too
     ("grpc.keepalive_time_ms", 60_000),
@@ -440,7 +441,7 @@ def _check_clock(endpoint: HostPort, der: bytes, now: datetime.datetime) -> None
     try:
         certificate = x509.load_der_x509_certificate(der)
         begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
-    except ValueError:
+    except (ValueError, x509.InvalidVersion):
         raise WrongCoordinator(f"the certificate of the coordinator at {endpoint} cannot be read") from None
     if begins <= now <= ends:
         return

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import http.client
 import threading
 import urllib.error
 import urllib.request
@@ -91,7 +92,8 @@ class LogClient:
 
     def __init__(self, page: str, run: RunId, owner: PeerKey, fetch: Fetch | None = None):
         """Prepare; `page` is the page's address, as the coordinator gives it, `owner` the key that signs receipts."""
-        if not page.startswith(("http://", "https://")):
+        # With a query or a fragment of its own it would choose the whole of what is asked, and of which host.
+        if not page.startswith(("http://", "https://")) or any(c in page for c in "?#@\\") or not page.isprintable():
             raise CairnError(f"the coordinator names {page[:100]!r} as its page, which is no web address: update it")
         self._page = page.rstrip("/")
         self._run = run
@@ -212,7 +214,7 @@ def _read(url: str) -> bytes:
         if e.code in (429, 502, 503, 504):
             raise CoordinatorUnreachable(f"the coordinator's page at {page} is busy: {said or e.code}") from None
         raise CoordinatorRefused(f"the coordinator's page at {page} refused: {said or e.code}") from None
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, http.client.HTTPException) as e:
         why = _text(str(getattr(e, "reason", e)))
         raise CoordinatorUnreachable(
             f"the coordinator's page at {page} does not answer ({why}): is it running, and open to you? Ask the run's "

@@ -74,8 +74,10 @@ def build_model(
     On device "meta" it has shapes and no memory. Attention is scaled_dot_product_attention where the model has it.
     Raises SpecError, in one line that names the field.
     """
+    from transformers import dynamic_module_utils
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # nobody is asked whether a stranger's code may run: it may not
     made = _config_of(config)
     device = torch.device(device)
     try:

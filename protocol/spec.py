@@ -210,7 +210,9 @@ def _check_plain(value: Any, field: str, depth: int = 0) -> None:
         for key, inner in value.items():
             if not isinstance(key, str) or not key.isprintable() or len(key) > 128:
                 raise ValueError(f"{field}{key!r:.60} is not a field's name: want printable text")
-            if key == "auto_map" or (key == "trust_remote_code" and inner):
+            # `attribute_map` of a sub-config gives any field another name, and `num_labels` makes tables of any size.
+            renames = key == "attribute_map" or (depth and (key.startswith("_") or key == "num_labels"))
+            if key == "auto_map" or renames or (key == "trust_remote_code" and inner):
                 raise ValueError(f"{field}{key}: models that bring their own code are not accepted: remove it")
             _check_plain(inner, f"{field}{key}.", depth + 1)
     elif isinstance(value, list):
@@ -219,6 +221,8 @@ def _check_plain(value: Any, field: str, depth: int = 0) -> None:
     elif isinstance(value, str):
         if any("\ud800" <= c <= "\udfff" for c in value):
             raise ValueError(f"{field[:-1]} is not Unicode text")
+        if not value.isprintable():  # transformers quotes it in warnings, which terminals show
+            raise ValueError(f"{field[:-1]} is not printable text")
     elif isinstance(value, int):
         if abs(value) > MAX_INT:
             raise ValueError(f"{field[:-1]} is beyond {MAX_INT}, the largest integer that a spec can hold")

@@ -67,6 +67,8 @@ class ChatTemplate:
             self._template = _environment().from_string(text)
         except TemplateSyntaxError as e:
             raise DataInputError(f"{name}: not a chat template: line {e.lineno}: {e.message}") from None
+        except (RecursionError, SyntaxError):
+            raise DataInputError(f"{name}: not a chat template: its parts are nested too deeply") from None
         self._marks = "endgeneration" in text
 
     def names_role(self, role: str) -> bool:

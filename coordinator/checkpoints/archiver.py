@@ -231,8 +231,8 @@ class CheckpointArchiver:
     async def roll_back(self, rollback: Rollback) -> None:
         """Drop the states that the run has left, and count the evaluations no more that are of later rounds.
 
-        Nobody may take them for the run's. A chain that has not come as far as the rollback cannot say which they are;
-        states that were signed as final since are of the new branch, however far the chain has come.
+        Nobody may take them for the run's. A chain that has not come as far as the rollback cannot say which they are.
+        States that were signed as final since are of the new branch, however far the chain has come.
         """
         left = [Digest.parse(state) for state, r in self.evaluations.done().items() if r > rollback.round]
         await asyncio.to_thread(self.evaluations.mark_left, left)

@@ -42,7 +42,12 @@ def load_archived(folder: Path, device: str = "cpu") -> torch.nn.Module:
     try:
         with quiet_transformers():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder, local_files_only=True, use_safetensors=True, dtype=torch.float32, output_loading_info=True
+                folder,
+                local_files_only=True,
+                use_safetensors=True,
+                dtype=torch.float32,
+                output_loading_info=True,
+                trust_remote_code=False,
             )
     except (OSError, ValueError, RuntimeError) as e:
         raise CoordinatorError(f"{folder} does not load: {' '.join(str(e).split())[:300]}") from None

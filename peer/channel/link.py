@@ -17,6 +17,7 @@ import async_timeout
 
 from peer.channel.messages import MAX_LINE, FromTrainer, ToTrainer, from_line, to_line
 from peer.errors import ChannelError, TrainerDied
+from protocol.plain_text import one_line
 
 log = logging.getLogger(__name__)
 
@@ -200,7 +201,7 @@ class TrainerLink:
             self._keep(remaining)
 
     def _keep(self, line: bytes) -> None:
-        text = line[:_STDERR_LINE].decode(errors="replace").strip()
+        text = one_line(line[:_STDERR_LINE].decode(errors="replace"))  # it may quote a stranger's config
         if text:
             self._lines.append(text)
             log.info("%s", text)

@@ -465,6 +465,7 @@ def test_bad_conversations_are_named_with_file_line_and_remedy(tmp_path, row, sa
         ("{{ raise_exception('no system here') }}", r"line 1: the chat template refuses it: no system here \(.*base"),
         ("{{ messages[9].content }}", "line 1: the chat template refuses it: .*(has no|no element)"),
         ("{% for m in messages %}{{ m.content }", "tokenizer_config.json: not a chat template: line 1"),
+        ("{{ " + "(" * 5000 + ")" * 5000 + " }}", "tokenizer_config.json: not a chat template: its parts are nested"),
         ("{{ ''.__class__.__mro__ }}", "line 1: the chat template refuses it"),
         ("{% for m in messages %}{{ m.role }}{{ eos_token }}{% endfor %}", "line 1: .* leaves out or changes .* 1"),
         (CHATML.replace("message['content']", "(message['content'] if loop.last else message['content'] + '!')"),

@@ -431,6 +431,7 @@ async def test_a_juror_replays_what_is_decided_and_may_refute_after_what_is_accu
         await until(lambda: w.process.asked, "the first is being made")
         decided = w.made.certificates[4].digest
         monkeypatch.setattr(CarriedReports, "is_decided", lambda _reports, record, _update: record == decided)
+        monkeypatch.setattr(CarriedReports, "refusal", lambda _reports, *_: None)  # we are of the jury
         w.ask(4, is_accused=True)
         w.ask(4, author=1)  # nobody wants it any more
         w.ask(3, "loss")

@@ -32,7 +32,7 @@ SENT = [h.encoded for h in HEADERS]
 
 
 WHOLE = len(RECORD.encoded) + checking_cost(RECORD.encoded, has_record=True)
-"""What a whole record counts for."""
+"""Bytes that a whole record counts for."""
 
 
 def brief_of(of=RECORD) -> bytes:

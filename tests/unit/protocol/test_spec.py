@@ -72,7 +72,13 @@ def test_a_spec_survives_its_canonical_form():
 
 
 FLOATS = st.floats(allow_nan=False, allow_infinity=False).filter(lambda x: not 2**53 <= abs(x) < 1e21)
-PLAIN = st.none() | st.booleans() | st.integers(-MAX_COUNT + 1, MAX_COUNT - 1) | FLOATS | st.text(max_size=20)
+PLAIN = (
+    st.none()
+    | st.booleans()
+    | st.integers(-MAX_COUNT + 1, MAX_COUNT - 1)
+    | FLOATS
+    | st.text(max_size=20).filter(str.isprintable)
+)
 CONFIGS = st.dictionaries(
     st.text(max_size=8).filter(lambda k: k.isprintable() and k not in ("model_type", "auto_map")),
     PLAIN | st.lists(PLAIN, max_size=3),
@@ -170,6 +176,10 @@ DROPOUT = {
         ({"model": {"config": TINY_LLAMA, "tensors": [("a", [1]), (MOMENTUM + "a", [1])]}}, "model", "beside the mod"),
         (with_config(auto_map={"AutoModel": "evil.Model"}), "model.config", "auto_map"),
         (with_config(text_config={"auto_map": {}}), "model.config", "text_config.auto_map"),
+        (with_config(text_config={"attribute_map": {"a": "auto_map"}}), "model.config", "text_config.attribute_map"),
+        (with_config(text_config={"num_labels": 10**6}), "model.config", "text_config.num_labels"),
+        (with_config(text_config={"_auto_class": "a"}), "model.config", "text_config._auto_class"),
+        (with_config(hidden_act="\x1b]0;a\x07"), "model.config", "not printable"),
         (with_config(trust_remote_code=True), "model.config", "trust_remote_code"),
         (with_config(rope={"theta": float("nan")}), "model.config", "rope.theta is nan"),
         (with_config(big=2**53), "model.config", "big is beyond"),
