@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
+from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.utils import MSGPackSerializer
 
 from coordinator.admission import KIND as ADMIT
 from coordinator.admission import open_request
@@ -39,7 +41,7 @@ from peer.errors import AuditError
 from peer.log_client import LogClient
 from peer.node.packet_decoder import PacketDecoder
 from peer.swarm.addresses import dial_addresses
-from peer.swarm.libp2p.dht import HeartbeatValidator
+from peer.swarm.libp2p.dht import HeartbeatValidator, unpack_records
 from peer.swarm.transfer import frames
 from protocol import coordinator_address, spec
 from protocol.chain import Chain, ChainLimits
@@ -254,6 +256,17 @@ def _dht_values() -> Parser:
 
     # The errors that `validate` catches.
     return Parser("DHT values", [packed(beat)], mutate, parse, (ProtocolError, DecodeError))
+
+
+def _dht_dictionaries() -> Parser:
+    table = DictionaryDHTValue()
+    for n in range(3):
+        table.store(str(n), b"value %d" % n, 1e9)
+
+    def parse(data: bytes) -> None:
+        unpack_records(data)
+
+    return Parser("DHT dictionaries", [MSGPackSerializer.dumps(table)], mutate_bytes, parse, (ProtocolError,))
 
 
 def _admission_requests() -> Parser:
@@ -670,7 +683,8 @@ def _folder() -> bytes:
 
 
 MAKERS: tuple[Callable[[], Parser], ...] = (
-    _messages, _packets, _certificates, _compact_records, _coordinator_addresses, _dht_values, _admission_requests,
+    _messages, _packets, _certificates, _compact_records, _coordinator_addresses, _dht_values,
+    _dht_dictionaries, _admission_requests,
     _statements, _blobs, _shards, _specs, _invites, _addresses, _frames, _queries, _answers, _audit_jobs,
     _audit_answers, _checkpoint_headers, _folders,
 )  # fmt: skip
