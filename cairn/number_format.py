@@ -54,5 +54,5 @@ def sparkline(values: list[float], width: int = 40) -> str:
         ]
     values = [max(-MOST, min(MOST, v)) for v in values]
     low, high = min(values), max(values)
-    scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(SPARKS[round((v - low) * scale)] for v in values)
+    span = high - low or 1.0
+    return "".join(SPARKS[round((v - low) / span * (len(SPARKS) - 1))] for v in values)

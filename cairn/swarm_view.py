@@ -220,7 +220,7 @@ class ObserverView:
         tokenizer = store.path(self._spec.tokenizer.name)
         await asyncio.to_thread(
             self._archive.add, store.path(state), tokenizer, round=number, state=state, record=record, tokens=tokens,
-            certificate=proof[0], witnesses=proof[1],
+            certificate=proof[0], witnesses=proof[1], epoch=self._epoch,
         )  # fmt: skip
         await asyncio.to_thread(self._archive.drop, self._abandoned_states())
         for callback in list(self._callbacks):
@@ -257,10 +257,19 @@ class ObserverView:
         return any((a.record, a.state) == (record, state) for a in self._archive.all())
 
     def _abandoned_states(self) -> list[ArchivedState]:
-        """Return the archived states of branches that lost: they are no states of the run any more."""
-        chain = self._node.chain
+        """Return the archived states of branches that lost: they are no states of the run any more.
+
+        One that was signed as final since the newest rollback is the run's, though this chain may not have come to it.
+        """
+        chain, epoch = self._node.chain, self._epoch
         first = chain.height(chain.root)
-        return [a for a in self._archive.all() if a.round >= first and chain.main_chain_at(a.round) != a.record]
+        later = [a for a in self._archive.all() if a.round >= first and chain.main_chain_at(a.round) != a.record]
+        return [a for a in later if a.final_epoch < epoch]
+
+    @property
+    def _epoch(self) -> int:
+        back = self._node.chain.rollback
+        return 0 if back is None else back.epoch
 
     def _last_state(self) -> tuple[Digest, Digest, int] | None:
         """Return state, record and tokens of a stopped run, once enough contributors claim that state."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from protocol.errors import SpecError
 from protocol.layout import Layout
+from protocol.spec import MAX_LAYERS
 
 if TYPE_CHECKING:
     from transformers.configuration_utils import PretrainedConfig
@@ -33,7 +34,6 @@ _NOT_OF_THE_MODEL = frozenset(
     "transformers_version use_cache use_bfloat16".split()
 )
 _ROPE = frozenset(["rope_theta", "rope_scaling", "rope_parameters"])  # one thing by the names it had over time
-MAX_LAYERS = 10_000
 
 
 def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -46,6 +46,7 @@ MAX_TOKENIZER = 256 * 1024 * 1024
 MAX_TEMPLATE = 65_536
 """Maximum characters of a chat template."""
 MAX_CONFIG_DEPTH = 32
+MAX_LAYERS = 10_000
 MAX_PROBLEMS_SHOWN = 20
 """Problems that an error lists; the rest it counts."""
 
@@ -214,6 +215,8 @@ def _check_plain(value: Any, field: str, depth: int = 0) -> None:
             renames = key == "attribute_map" or (depth and (key.startswith("_") or key == "num_labels"))
             if key == "auto_map" or renames or (key == "trust_remote_code" and inner):
                 raise ValueError(f"{field}{key}: models that bring their own code are not accepted: remove it")
+            if "layer" in key and isinstance(inner, int) and inner > MAX_LAYERS:
+                raise ValueError(f"{field}{key} is {inner:,}: at most {MAX_LAYERS:,} layers are built")
             _check_plain(inner, f"{field}{key}.", depth + 1)
     elif isinstance(value, list):
         for i, inner in enumerate(value):

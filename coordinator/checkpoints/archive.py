@@ -33,15 +33,18 @@ from pathlib import Path
 from typing import Any
 
 import rfc8785
+from google.protobuf.message import DecodeError
 
 from coordinator import durable
 from coordinator.checkpoints.retention import RetentionCandidate, RetentionPolicy, evictable, to_delete
 from coordinator.errors import CoordinatorError
 from coordinator.regular_file import read_regular
-from protocol.errors import MalformedError
+from protocol.envelope import open_envelope
+from protocol.errors import MalformedError, ProtocolError
 from protocol.ids import MAX_COUNT, MAX_ROUND, Digest, RunId
 from protocol.spec import RunSpec
 from protocol.strict_json import integer_field, read_json
+from protocol.wire import swarm_pb2 as wire
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +75,14 @@ class ArchivedState:
     record: Digest
     tokens: int
     final: bytes = b""
+
+    @property
+    def final_epoch(self) -> int:
+        """The epoch of its finalization: that of the newest rollback then, 0 before the first. -1: it is not final."""
+        try:
+            return wire.Finalization.FromString(open_envelope(self.final, "finalization").payload).epoch
+        except (ProtocolError, DecodeError):
+            return -1
 
     @property
     def size(self) -> int:
@@ -120,9 +131,12 @@ class Archive:
 
     def add(
         self, checkpoint: Path, tokenizer: Path, *, round: int, state: Digest, record: Digest, tokens: int,
-        certificate: bytes = b"", witnesses: Sequence[bytes] = (),
+        certificate: bytes = b"", witnesses: Sequence[bytes] = (), epoch: int = 0,
     ) -> ArchivedState:  # fmt: skip
         """Archive a checkpoint file of a store (linked if possible, else copied). Idempotent.
+
+        Another state of the round gives way, unless it was signed as final in this `epoch`, that of the run's newest
+        rollback: then this one is of a chain that is not the run's.
 
         `certificate` and `witnesses` are given for a run's last state: the certificate of `record`, and the signed
         heartbeats of its contributors that name the state. Raises CoordinatorError.
@@ -131,6 +145,10 @@ class Archive:
             target = self.folder / f"round-{round:06d}"
             if (existing := read_manifest(target)) is not None and (existing.state, existing.record) == (state, record):
                 return existing
+            if existing is not None and existing.final_epoch >= epoch:
+                raise CoordinatorError(
+                    f"another state of round {round} is final: what the swarm shows now is not, or not all of, the run"
+                )
             draft = self.folder / f"{DRAFT}{round:06d}"
             try:
                 self._sweep()

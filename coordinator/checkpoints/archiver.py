@@ -234,19 +234,16 @@ class CheckpointArchiver:
         Nobody may take them for the run's. A chain that has not come as far as the rollback cannot say which they are.
         States that were signed as final since are of the new branch, however far the chain has come.
         """
-        left = [Digest.parse(state) for state, r in self.evaluations.done().items() if r > rollback.round]
+        if await self._view.certificates_after(rollback.record, 1) is None:
+            return
+        held = set(self._view.held_states())
+        later = [a for a in self.archive.all() if a.round > rollback.round]
+        gone = [a for a in later if a.round not in held and a.final_epoch < rollback.epoch]
+        kept = {str(a.state) for a in later} - {str(a.state) for a in gone}
+        done = self.evaluations.done().items()
+        left = [Digest.parse(state) for state, r in done if r > rollback.round and state not in kept]
         await asyncio.to_thread(self.evaluations.mark_left, left)
-        if await self._view.certificates_after(rollback.record, 1) is not None:
-            held = set(self._view.held_states())
-            gone = [
-                a for a in self.archive.all()
-                if a.round > rollback.round and a.round not in held and self._final_epoch(a) < rollback.epoch
-            ]  # fmt: skip
-            await asyncio.to_thread(self.archive.drop, gone)
-
-    def _final_epoch(self, archived: ArchivedState) -> int:
-        """Return the epoch in which a state was signed as final; -1 if it was not."""
-        return self._decoder.decode(archived.final, Finalization).body.epoch if archived.final else -1
+        await asyncio.to_thread(self.archive.drop, gone)
 
     def _evaluation_job(self, archived: ArchivedState) -> Row:
         e, s = self._settings.evaluation, self._settings.samples

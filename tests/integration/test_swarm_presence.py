@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -58,6 +59,26 @@ def test_a_members_own_heartbeat_is_accepted_again_and_again():
     assert v.validate(record(Author(identity(1))))
     assert v.validate(record(Author(identity(1))))
     assert v.validate(record(Author(identity(1)), sequence=2))
+
+
+def test_a_captured_heartbeat_that_lasts_longer_keeps_its_author_out_no_longer_than_it_lasts():
+    now = [1000.0]
+    v = HeartbeatValidator(RUN, now=lambda: now[0])
+    author = Author(identity(1))
+    captured, admitted = record(author, sequence=1), 0
+    for n in range(2, 42):  # each 15 s a newer one of the author's, and the old one again
+        assert v.validate(replace(captured, expiration_time=now[0] + 119)) is (n == 2)
+        admitted += v.validate(record(author, sequence=n, now=now[0]))
+        now[0] += 15
+    assert admitted > 30
+
+
+def test_a_record_that_the_dht_does_not_keep_makes_no_room():
+    v, author = validator(), Author(identity(1))
+    assert v.validate(record(author, sequence=1))
+    counted = v._total
+    assert v.validate(record(author, sequence=2)) and v._total == counted
+    assert not v.validate(record(author, sequence=3, life=30)) and v._total == counted
 
 
 def forgeries() -> dict[str, DHTRecord]:

@@ -143,8 +143,13 @@ class HeartbeatValidator(RecordValidatorBase):
         newest = self._live.get(author)
         if newest is not None and sequence < newest[0] and newest[2] >= now:
             raise MalformedError("its author has sent a newer one")
-        if newest is not None and newest[2] > max(expiration, now):
-            raise MalformedError("it expires before the one that is kept, which the DHT would go on to keep")
+        if newest is not None and newest[2] >= max(expiration, now):
+            # hivemind goes on to keep the one that expires later. It counts, and no older one is taken any more: an
+            # expiration is not signed, so anybody may store a heartbeat again that lasts longer than its author's next.
+            self._live[author] = (sequence, newest[1], newest[2])
+            if newest[2] > expiration:
+                raise MalformedError("it expires before the one that is kept")
+            return
         if self._exceeds(author, size):
             for expired in [k for k, (_, _, until) in self._live.items() if until < now]:
                 self._total -= self._live.pop(expired)[1]

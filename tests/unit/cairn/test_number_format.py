@@ -23,6 +23,7 @@ def test_credits_have_three_digits_and_one_unit(micro, text):
 
 def test_a_sparkline_shows_every_value_as_a_bar_between_the_lowest_and_the_highest():
     assert len(sparkline([1.7e308, -1.7e308, 0.0])) == 3, "a coordinator may name any number"
+    assert sparkline([0.0, 5e-324]) == SPARKS[0] + SPARKS[-1]
     assert sparkline([]) == "" and sparkline([5.0, 5.0]) == SPARKS[0] * 2
     assert sparkline([1.0, 2.0, 3.0]) == SPARKS[0] + sparkline([1.0, 2.0, 3.0])[1] + SPARKS[-1]
     long = sparkline([float(i) for i in range(1000)], 40)

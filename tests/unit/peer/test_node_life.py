@@ -79,7 +79,7 @@ async def test_a_certificate_that_the_disk_does_not_take_ends_the_node_with_that
     with Store(folder / "store", 1 << 30) as store:
         n = node(folder, store)
 
-        def full(*_: Any) -> None:
+        def full(*_: Any, **_options: Any) -> None:
             raise StoreFull("writing the certificate: no space left; free some disk space")
 
         monkeypatch.setattr(store, "append_certificate", full)

@@ -180,6 +180,7 @@ DROPOUT = {
         (with_config(text_config={"num_labels": 10**6}), "model.config", "text_config.num_labels"),
         (with_config(text_config={"_auto_class": "a"}), "model.config", "text_config._auto_class"),
         (with_config(hidden_act="\x1b]0;a\x07"), "model.config", "not printable"),
+        (with_config(text_config={"num_hidden_layers": 10**6}), "model.config", "at most 10,000 layers"),
         (with_config(trust_remote_code=True), "model.config", "trust_remote_code"),
         (with_config(rope={"theta": float("nan")}), "model.config", "rope.theta is nan"),
         (with_config(big=2**53), "model.config", "big is beyond"),
