@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -210,7 +211,9 @@ def _read(url: str) -> bytes:
             raise CoordinatorRefused(
                 f"the page at {page} redirects to {to}: if you trust that address, give it"
             ) from None
-        said = _text(e.read(500).decode(errors="replace").strip())
+        said = ""
+        with suppress(OSError, ValueError, http.client.HTTPException):  # the status says enough
+            said = _text(e.read(500).decode(errors="replace").strip())
         if e.code in (429, 502, 503, 504):
             raise CoordinatorUnreachable(f"the coordinator's page at {page} is busy: {said or e.code}") from None
         raise CoordinatorRefused(f"the coordinator's page at {page} refused: {said or e.code}") from None

@@ -136,7 +136,7 @@ class Archive:
         """Archive a checkpoint file of a store (linked if possible, else copied). Idempotent.
 
         Another state of the round gives way, unless it was signed as final in this `epoch`, that of the run's newest
-        rollback: then this one is of a chain that is not the run's.
+        rollback. Then this one is of a chain that is not the run's.
 
         `certificate` and `witnesses` are given for a run's last state: the certificate of `record`, and the signed
         heartbeats of its contributors that name the state. Raises CoordinatorError.
