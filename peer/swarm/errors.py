@@ -54,11 +54,13 @@ class BlobFetchError(SwarmError):
 _DIAL = re.compile(r"failed to dial .*all dials failed.*\] (.+)$")
 
 
-def short_report(text: str) -> str:
+def short_report(text: str | bytes) -> str:
     """Return an error text of libp2p's daemon, or of a stranger, as one line fit for a log, at most 300 characters.
 
-    Of a list of failed dials with an address each, only the reason of the last one stays.
+    The daemon quotes what others sent. Where that is no UTF-8, protobuf gives bytes instead of a text. Of a list of
+    failed dials with an address each, only the reason of the last one stays.
     """
-    line = one_line(text[:4000])
+    text = text[:4000]
+    line = one_line(text.decode(errors="replace") if isinstance(text, bytes) else text)
     found = _DIAL.search(line)
     return (f"cannot be dialled: {found[1]}" if found else line)[:300]

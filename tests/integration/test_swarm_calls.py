@@ -264,3 +264,4 @@ async def test_of_dials_that_failed_only_the_reason_is_told():
     assert short_report(said) == "cannot be dialled: dial tcp4 127.0.0.1:55953: connect: connection refused"
     assert short_report("no\x1b[31m such\n protocol") == "no [31m such protocol"
     assert len(short_report("x" * 10_000)) == 300
+    assert short_report(b"got: \xff\xfe") == "got:", "what a listener of a stranger's says may be no text"

@@ -73,14 +73,6 @@ def test_a_captured_heartbeat_that_lasts_longer_keeps_its_author_out_no_longer_t
     assert admitted > 30
 
 
-def test_a_record_that_the_dht_does_not_keep_makes_no_room():
-    v, author = validator(), Author(identity(1))
-    assert v.validate(record(author, sequence=1))
-    counted = v._total
-    assert v.validate(record(author, sequence=2)) and v._total == counted
-    assert not v.validate(record(author, sequence=3, life=30)) and v._total == counted
-
-
 def forgeries() -> dict[str, DHTRecord]:
     a, b = Author(identity(1)), Author(identity(2))
     good = a.heartbeat()
@@ -249,6 +241,14 @@ async def test_values_that_nest_deeply_end_nobody_who_is_sent_them(tmp_path):
                 in_cache=[False], peer=protocol.node_info,
             )  # fmt: skip
             assert list((await stub.rpc_store(request, timeout=LIMIT)).store_ok) == [False]
+        cached = dht.dht_pb2.StoreRequest(
+            keys=[KEY.to_bytes()], subkeys=[MSGPackSerializer.dumps(b.key.hex())], in_cache=[True],
+            values=[MSGPackSerializer.dumps(b.heartbeat())], expiration_time=[until], peer=protocol.node_info,
+        )  # fmt: skip
+        assert list((await stub.rpc_store(cached, timeout=LIMIT)).store_ok) == [False], "it would hide all others"
+        named = dht.dht_pb2.PingRequest(peer=dht.dht_pb2.NodeInfo(node_id=bytes(21)))
+        with pytest.raises(P2PHandlerError, match="something else than its id"):
+            await stub.rpc_ping(named, timeout=LIMIT)
         assert await a.swarm.publish(a.heartbeat(), 60) and await b.swarm.discover() == [a.heartbeat()]
 
 
@@ -262,7 +262,7 @@ def test_a_dictionary_is_read_as_hivemind_packs_it():
     for n in range(3):
         table.store(str(n), b"value %d" % n, time.time() + 1000)
     assert dht.unpack_records(MSGPackSerializer.dumps(table)) == [b"value 0", b"value 1", b"value 2"]
-    assert dht.unpack_records(packed([["a", b"1", 1.0], ["b", None, 1.0], ["c", [b"2"], 1.0]])) == [b"1"]
+    assert dht.unpack_records(packed([["a", b"1", 1.0], ["b", None, 1.0], ["c", 3, 1.0]])) == [b"1"]
 
 
 @pytest.mark.parametrize(
@@ -270,9 +270,9 @@ def test_a_dictionary_is_read_as_hivemind_packs_it():
     [b"", b"\xc0", nested(3000), msgpack.packb(msgpack.ExtType(dht.DICTIONARY, nested(3000))), b"\x91" * 10**6,
      msgpack.packb(msgpack.ExtType(dht.DICTIONARY, b"\x91" * 10**6)), packed([["a", b"1"]]), packed([1]),
      packed([["a", b"", 1.0]] * (MAX_MEMBERS + 1)), msgpack.packb({"a": 1}), msgpack.packb([9, 1.0, []]),
-     packed([["a", b"1" * 2**20, 1.0]] * 3)],
+     packed([["a", b"1" * 2**20, 1.0]] * 3), packed([["a", [b"2"], 1.0]]), packed([["a", b"1", [[]] * 9]])],
     ids=["nothing", "nil", "nested", "nested inside", "arrays", "arrays inside", "a pair", "a number", "too many",
-         "a map", "a list", "too long"],
+         "a map", "a list", "too long", "a list for a value", "a list for a time"],
 )  # fmt: skip
 def test_what_is_no_dictionary_of_bounded_records_is_refused(answer: bytes):
     with pytest.raises(MalformedError):

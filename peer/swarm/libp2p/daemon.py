@@ -36,6 +36,7 @@ from typing import Any
 
 import async_timeout
 from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.routing import DHTID
 from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, read_pbmsg_safe, write_pbmsg
 from hivemind.utils.logging import use_hivemind_log_handler
@@ -55,6 +56,8 @@ p2pd_pb2: Any = importlib.import_module(
 )  # built at run time, so type checkers see an empty module
 
 dht_pb2: Any = importlib.import_module("hivemind.proto.dht_pb2")
+
+DHT_REQUESTS = (dht_pb2.PingRequest, dht_pb2.FindRequest, dht_pb2.StoreRequest)
 
 MAX_DHT_KEYS = 1
 """Keys of one call to the DHT: the run's members have one, and ours ask for one node at a time."""
@@ -80,15 +83,27 @@ MAX_SOCKET_FOLDER = 70
 use_hivemind_log_handler("nowhere")
 
 
-class _Calls(dict):
-    """hivemind's pending calls, without those whose future is done (cancelled by a timeout).
+class _Nobody:
+    """Takes the answer to a call for which nobody waits."""
 
-    hivemind's reader sets the result of every call that it finds here, and would end with an InvalidStateError.
+    def set_result(self, result: object) -> None: ...
+
+    def set_exception(self, exception: object) -> None: ...
+
+
+class _Calls(dict):
+    """hivemind's pending calls. Those whose future is done (cancelled by a timeout) have `_Nobody` in its place.
+
+    hivemind's reader sets the result of every call that it finds here, and would end with an InvalidStateError. Of one
+    that it does not find it formats the whole answer for its log, which takes seconds for 4 MiB.
     """
 
     def __contains__(self, call_id: object) -> bool:
+        return True
+
+    def __getitem__(self, call_id: Any) -> Any:
         future = self.get(call_id)
-        return future is not None and not future.done()
+        return _Nobody() if future is None or future.done() else future
 
 
 class _Tasks(dict):
@@ -168,8 +183,10 @@ class Daemon(P2P):
             with self.limiter.admit(sender, request.ByteSize()):
                 self._check_dht_call(sender, request)
                 if isinstance(request, dht_pb2.StoreRequest):
-                    # Records are stored one by one. hivemind unpacks a dictionary before it checks anything.
-                    if request.ByteSize() > MAX_DHT_STORE or DHTProtocol.IS_DICTIONARY in request.subkeys:
+                    # Records are stored one by one. hivemind unpacks a dictionary before it checks anything, and what
+                    # others put into its cache hides all that it stores.
+                    refused = DHTProtocol.IS_DICTIONARY in request.subkeys or any(request.in_cache)
+                    if refused or request.ByteSize() > MAX_DHT_STORE:
                         return dht_pb2.StoreResponse(store_ok=[False])  # after an error we would count as gone
                     self.limiter.charge(sender, STORE_COST * request.ByteSize(), work=True)
                 try:
@@ -187,7 +204,14 @@ class Daemon(P2P):
         await super().add_protobuf_handler(name, limited, input_protobuf_type, **kwargs)
 
     def _check_dht_call(self, sender: PeerKey, request: Any) -> None:
-        """Raise TooBusy for a call to the DHT that costs much: hivemind answers all keys of one without a pause."""
+        """Raise TooBusy for a call to the DHT that costs much: hivemind answers all keys of one without a pause.
+
+        A ping may ask to be pinged in turn before it is answered, which holds a place for seconds: nobody needs it.
+        """
+        if isinstance(request, dht_pb2.PingRequest):
+            request.validate = False
+        if isinstance(request, DHT_REQUESTS) and len(request.peer.node_id) not in (0, DHTID.HASH_NBYTES):
+            raise TooBusy("a call by a node of the DHT that names itself by something else than its id")
         if isinstance(request, (dht_pb2.FindRequest, dht_pb2.StoreRequest)) and len(request.keys) > MAX_DHT_KEYS:
             raise TooBusy(f"a call names {len(request.keys):,} keys: at most {MAX_DHT_KEYS} is answered")
         if isinstance(request, dht_pb2.FindRequest):
@@ -195,7 +219,10 @@ class Daemon(P2P):
 
     async def call_bytes(self, peer: PeerKey, name: str, request: bytes) -> bytes:
         """Make a unary call. Raises hivemind's P2PDaemonError, P2PHandlerError."""
-        return await self._client.call_unary_handler(PeerID(peer.libp2p_id), name, request)
+        answer = await self._client.call_unary_handler(PeerID(peer.libp2p_id), name, request)
+        if answer is None:  # the other side ended the stream with something else than an answer
+            raise P2PDaemonError("it gave no answer")
+        return answer
 
     async def control(
         self, peer: PeerKey, request: Any, seconds: float

@@ -287,9 +287,11 @@ class DhtPresence:
         began = time.time()
         try:
             reply: Any = await node.protocol.get_stub(PeerID(peer.libp2p_id)).rpc_ping(request, timeout=5)
+            if len(reply.peer.node_id) != DHTID.HASH_NBYTES:
+                raise MalformedError("it names itself by something else than its id")
             node_id = DHTID.from_bytes(reply.peer.node_id)
         except Exception as e:  # noqa: BLE001 - whatever a stranger's answer makes hivemind raise, AssertionError too
-            log.info("peer %s does not answer in the DHT: %s", peer.short, e or type(e).__name__)
+            log.info("peer %s does not answer in the DHT: %s", peer.short, short_report(str(e)) or type(e).__name__)
             return False
         ended = time.time()
         if ended - began < 2:  # of a slower answer the delay may exceed the clock's offset
@@ -342,8 +344,10 @@ class DhtPresence:
         own = self.node.protocol.storage.get(self._name)
         near = await self._near()
         found = await asyncio.gather(*(self._find(peer) for peer in near))
-        values = itertools.chain(_held(own.value if own is not None else None), *map(self._some, found))
-        for i, value in enumerate(values):
+        # In turn, so that one node's records do not take all places.
+        turns = itertools.zip_longest(*map(self._some, found), fillvalue=None)
+        theirs = (value for turn in turns for value in turn if value is not None)
+        for i, value in enumerate(itertools.chain(_held(own.value if own is not None else None), theirs)):
             if i % 32 == 31:
                 await asyncio.sleep(0)  # verifying takes a while: other tasks have a turn
             try:
@@ -390,14 +394,31 @@ def unpack_records(packed: bytes) -> list[bytes]:
     """Return the values in a packed DHT dictionary that may be records of ours. Raises MalformedError."""
     if len(packed) > MAX_TOTAL + FRAMING:
         raise MalformedError(f"a dictionary of {len(packed):,} bytes: at most {MAX_TOTAL + FRAMING:,} are accepted")
-    try:  # without a hook extensions are not unpacked: nothing nests deeper than the unpacker's own stack
+    try:  # without a hook extensions are not unpacked, and only the arrays that belong there are entered
         outer = msgpack.unpackb(packed, max_array_len=0, max_map_len=0)
         if not isinstance(outer, msgpack.ExtType) or outer.code != DICTIONARY:
             raise MalformedError("a value that is no dictionary of the DHT")
-        _, _, items = msgpack.unpackb(outer.data, raw=True, max_array_len=MAX_MEMBERS, max_map_len=0)
-        return [value for _, value, _ in items if isinstance(value, bytes)]
+        reader = msgpack.Unpacker(raw=True, max_array_len=0, max_map_len=0, max_buffer_size=MAX_TOTAL + FRAMING)
+        reader.feed(outer.data)
+        shape = reader.read_array_header()
+        reader.skip()
+        reader.skip()
+        records = reader.read_array_header()
+        if shape != 3 or records > MAX_MEMBERS:
+            raise MalformedError(f"a dictionary of the DHT with {records:,} records: at most {MAX_MEMBERS:,} are read")
+        return [value for _ in range(records) if isinstance(value := _value(reader), bytes)]
     except (msgpack.UnpackException, ValueError, TypeError) as e:
         raise MalformedError(f"a dictionary of the DHT that cannot be unpacked: {short_report(str(e))}") from None
+
+
+def _value(reader: Any) -> object:
+    """Return the value of a record: [key, value, expiration]. Raises what `msgpack` does, ValueError."""
+    if reader.read_array_header() != 3:
+        raise ValueError("a record that is no triple")
+    reader.unpack()
+    value = reader.unpack()
+    reader.unpack()
+    return value
 
 
 def _held(dictionary: object) -> list[bytes]:
