@@ -57,7 +57,7 @@ _DIAL = re.compile(r"failed to dial .*all dials failed.*\] (.+)$")
 def short_report(text: str | bytes) -> str:
     """Return an error text of libp2p's daemon, or of a stranger, as one line fit for a log, at most 300 characters.
 
-    The daemon quotes what others sent. Where that is no UTF-8, protobuf gives bytes instead of a text. Of a list of
+    The daemon quotes what others sent: if that is no UTF-8, protobuf gives bytes instead of a text. Of a list of
     failed dials with an address each, only the reason of the last one stays.
     """
     text = text[:4000]
