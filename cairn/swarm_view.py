@@ -208,6 +208,9 @@ class ObserverView:
     async def archive(self, state: Digest, record: Digest, tokens: int) -> None:
         """Fetch the state after a record from the members, and archive it. Raises CairnError."""
         number = self._node.chain.height(record)
+        there = next((a for a in self._archive.all() if a.round == number), None)
+        if there is not None and there.state != state and self._is_the_runs(there):
+            raise CairnError("another state of that round is final: what the swarm shows now is not all of the run")
         size = state_layout(self._spec.model.layout, self._spec.outer).checkpoint_size
         network = self._node.network
         proof = self._proof_of_last_state(record, state)
@@ -220,7 +223,7 @@ class ObserverView:
         tokenizer = store.path(self._spec.tokenizer.name)
         await asyncio.to_thread(
             self._archive.add, store.path(state), tokenizer, round=number, state=state, record=record, tokens=tokens,
-            certificate=proof[0], witnesses=proof[1], epoch=self._epoch,
+            certificate=proof[0], witnesses=proof[1],
         )  # fmt: skip
         await asyncio.to_thread(self._archive.drop, self._abandoned_states())
         for callback in list(self._callbacks):
@@ -259,17 +262,19 @@ class ObserverView:
     def _abandoned_states(self) -> list[ArchivedState]:
         """Return the archived states of branches that lost: they are no states of the run any more.
 
-        One that was signed as final since the newest rollback is the run's, though this chain may not have come to it.
+        This chain may not have come to those that are the run's for sure.
         """
-        chain, epoch = self._node.chain, self._epoch
+        chain = self._node.chain
         first = chain.height(chain.root)
         later = [a for a in self._archive.all() if a.round >= first and chain.main_chain_at(a.round) != a.record]
-        return [a for a in later if a.final_epoch < epoch]
+        return [a for a in later if not self._is_the_runs(a)]
 
-    @property
-    def _epoch(self) -> int:
+    def _is_the_runs(self, archived: ArchivedState) -> bool:
+        """Return whether a state was signed as final, and the newest rollback has not left it."""
         back = self._node.chain.rollback
-        return 0 if back is None else back.epoch
+        if back is None or archived.round <= back.round:
+            return archived.final_epoch >= 0
+        return archived.final_epoch >= back.epoch
 
     def _last_state(self) -> tuple[Digest, Digest, int] | None:
         """Return state, record and tokens of a stopped run, once enough contributors claim that state."""

@@ -167,11 +167,6 @@ class CarriedReports:
         audited = self._named(record, update)
         return audited is not None and audited.is_decided
 
-    def is_closed(self, record: Digest, update: Digest) -> bool:
-        """Return whether the branch may carry no more reports on an update: also none by jurors after a decision."""
-        audited = self._named(record, update)
-        return audited is not None and audited.is_closed
-
     def replayed_stake(self, record: Digest, update: Digest) -> int:
         """Return the stake of the keys whose replays of an update the branch carries; 0 once it is decided."""
         audited = self._named(record, update)

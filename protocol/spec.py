@@ -209,14 +209,7 @@ def _check_plain(value: Any, field: str, depth: int = 0) -> None:
         raise ValueError(f"{field[:60]}... is nested more than {MAX_CONFIG_DEPTH} deep")
     if isinstance(value, dict):
         for key, inner in value.items():
-            if not isinstance(key, str) or not key.isprintable() or len(key) > 128:
-                raise ValueError(f"{field}{key!r:.60} is not a field's name: want printable text")
-            # `attribute_map` of a sub-config gives any field another name, and `num_labels` makes tables of any size.
-            renames = key == "attribute_map" or (depth and (key.startswith("_") or key == "num_labels"))
-            if key == "auto_map" or renames or (key == "trust_remote_code" and inner):
-                raise ValueError(f"{field}{key}: models that bring their own code are not accepted: remove it")
-            if "layer" in key and isinstance(inner, int) and inner > MAX_LAYERS:
-                raise ValueError(f"{field}{key} is {inner:,}: at most {MAX_LAYERS:,} layers are built")
+            _check_field(key, inner, field, depth)
             _check_plain(inner, f"{field}{key}.", depth + 1)
     elif isinstance(value, list):
         for i, inner in enumerate(value):
@@ -237,6 +230,19 @@ def _check_plain(value: Any, field: str, depth: int = 0) -> None:
             raise ValueError(f"{field[:-1]} is beyond {MAX_INT}, the largest integer that a spec can hold")
     elif value is not None:
         raise ValueError(f"{field[:-1]} is a {type(value).__name__}: write plain numbers, words, lists and tables")
+
+
+def _check_field(key: Any, value: Any, field: str, depth: int) -> None:
+    """Raise ValueError for a field of a config, or of a sub-config (`depth`), that no language model needs."""
+    if not isinstance(key, str) or not key.isprintable() or len(key) > 128:
+        raise ValueError(f"{field}{key!r:.60} is not a field's name: want printable text")
+    if key == "auto_map" or (key == "trust_remote_code" and value):
+        raise ValueError(f"{field}{key}: models that bring their own code are not accepted: remove it")
+    # `attribute_map` gives any field another name, such as `auto_map`; `num_labels` makes tables of any size.
+    if key == "attribute_map" or (depth and (key.startswith("_") or key == "num_labels")):
+        raise ValueError(f"{field}{key} says nothing of a language model, and is not accepted: remove it")
+    if "layer" in key and isinstance(value, int) and value > MAX_LAYERS:
+        raise ValueError(f"{field}{key} is {value:,}: at most {MAX_LAYERS:,} layers are built")
 
 
 class DataShard(BlobRef):

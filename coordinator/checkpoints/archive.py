@@ -131,12 +131,9 @@ class Archive:
 
     def add(
         self, checkpoint: Path, tokenizer: Path, *, round: int, state: Digest, record: Digest, tokens: int,
-        certificate: bytes = b"", witnesses: Sequence[bytes] = (), epoch: int = 0,
+        certificate: bytes = b"", witnesses: Sequence[bytes] = (),
     ) -> ArchivedState:  # fmt: skip
         """Archive a checkpoint file of a store (linked if possible, else copied). Idempotent.
-
-        Another state of the round gives way, unless it was signed as final in this `epoch`, that of the run's newest
-        rollback. Then this one is of a chain that is not the run's.
 
         `certificate` and `witnesses` are given for a run's last state: the certificate of `record`, and the signed
         heartbeats of its contributors that name the state. Raises CoordinatorError.
@@ -145,10 +142,6 @@ class Archive:
             target = self.folder / f"round-{round:06d}"
             if (existing := read_manifest(target)) is not None and (existing.state, existing.record) == (state, record):
                 return existing
-            if existing is not None and existing.final_epoch >= epoch:
-                raise CoordinatorError(
-                    f"another state of round {round} is final: what the swarm shows now is not, or not all of, the run"
-                )
             draft = self.folder / f"{DRAFT}{round:06d}"
             try:
                 self._sweep()

@@ -80,8 +80,8 @@ class ReportPool:
         for place, report in sorted(self._reports.items()):
             if following.report_refusal(report) is None:
                 is_replay, passed = report.body.check == "replay", report.body.passed
-                decides = is_replay and (not passed or bool(following.jury_of(report)))
-                decides = decides and not following.is_decided(report.body.record, report.body.update)
+                decided = following.is_decided(report.body.record, report.body.update)
+                decides = is_replay and not decided and (not passed or bool(following.jury_of(report)))
                 turns[decides, report.author] += 1
                 ranked.append((not decides, turns[decides, report.author], place, report))
         reports = [r for *_, r in sorted(ranked, key=lambda item: item[:3])[:MAX_REPORTS]]

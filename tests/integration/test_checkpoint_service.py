@@ -14,12 +14,14 @@ from cairn.swarm_view import ObserverView
 from coordinator.errors import CoordinatorError
 from coordinator.service import Coordinator, CoordinatorConfig
 from peer.store import Store
-from protocol.errors import MalformedError
-from protocol.ids import Digest
+from protocol.errors import CairnError, MalformedError
+from protocol.ids import Digest, Round
+from protocol.message_codec import KeySigner
+from protocol.messages import Finalization
 from tests.support.checkpoint_world import CheckpointWorld
 from tests.support.command_line import refused
-from tests.support.observer_world import Observed
-from tests.support.specs import OWNER
+from tests.support.observer_world import SPEC, Observed
+from tests.support.specs import OWNER, digest
 from tests.support.waiting import until
 
 
@@ -100,6 +102,31 @@ async def test_a_full_disk_is_said_once_with_what_it_means_and_the_chain_is_foll
         await until(lambda: o.view.held_state() == 5 and o.view.archive_problem == "", "the newest state is archived")
     finally:
         keeping.cancel()
+
+
+async def test_what_was_signed_as_final_is_the_runs_however_far_the_chain_has_come(tmp_path):
+    """A coordinator that was restored has its archive, and no chain yet: somebody else may make up one for it."""
+    o = Observed(tmp_path)
+    o.rounds(7, {1: 2})
+    for number, final in ((10, False), (15, True)):
+        made = o.archive.add(
+            tmp_path / "genesis",
+            tmp_path / "blob",
+            round=number,
+            state=digest(number),
+            record=digest(-number),
+            tokens=1,
+        )
+        if final:
+            signed = KeySigner(OWNER).sign(Finalization(SPEC.run_id, Round(number), made.record))
+            o.archive.mark_final(made, signed.encoded, b"")
+    await o.archive_newest()
+    assert [a.round for a in o.archive.all()] == [0, 5, 15]
+    o.rounds(9, {1: 2})
+    with pytest.raises(CairnError, match="another state of that round is final"):
+        await o.archive_newest()
+    with pytest.raises(CairnError, match="an earlier rollback has left it: those of rounds 5 are there"):
+        await o.view.offer_state(digest(15), digest(-15))
 
 
 def test_settings_that_are_wrong_are_refused_before_anything_starts(tmp_path: Path):

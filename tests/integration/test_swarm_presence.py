@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -317,7 +316,6 @@ class OneNode:
             table.store(str(n), value, time.time() + 1000)
         found = SimpleNamespace(type=dht.dht_pb2.FOUND_DICTIONARY, value=MSGPackSerializer.dumps(table))
         self.answer: Any = SimpleNamespace(results=[found])
-        self.rpc_semaphore = contextlib.AsyncExitStack()
         self.protocol, self.storage, self.node_info, self.wait_timeout = self, self, None, 1.0
 
     def get(self, key: DHTID) -> None:

@@ -19,7 +19,7 @@ import statistics
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgpack
 from google.protobuf.message import DecodeError
@@ -42,6 +42,8 @@ from protocol.version import PROTOCOL
 from protocol.wire import swarm_pb2 as wire
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 dht_pb2: Any = importlib.import_module(
     "hivemind.proto.dht_pb2"
@@ -220,6 +222,23 @@ def neighbours(result: Any) -> dict[DHTID, PeerID]:
     return {DHTID.from_bytes(name): PeerID(key.libp2p_id) for name, key in zip(names, keys, strict=True)}
 
 
+async def ask(protocol: Any, peer: PeerID, keys: Collection[DHTID], read: Callable[[Any], T]) -> T | None:
+    """Ask a node for keys, and return what `read` makes of its answer; None, with a log line, if it gives none of use.
+
+    `read` may raise MalformedError. The answer has a result for each key.
+    """
+    request = dht_pb2.FindRequest(keys=[key.to_bytes() for key in keys], peer=protocol.node_info)
+    try:
+        answer: Any = await protocol.get_stub(peer).rpc_find(request, timeout=protocol.wait_timeout)
+        if len(answer.results) != len(keys):
+            raise MalformedError(f"it has {len(answer.results)} results for {len(keys)} keys")
+        return read(answer)
+    except Exception as e:  # noqa: BLE001 - whatever a stranger's answer makes hivemind raise
+        why = short_report(str(e)) or type(e).__name__
+        log.info("a DHT node gave no usable answer: %s", why, extra={"file_only": True})
+        return None
+
+
 class Search:
     """hivemind's search for the nodes near a key, without the records that come along."""
 
@@ -231,22 +250,15 @@ class Search:
 
         Replaces hivemind's `call_find`.
         """
-        protocol, node_id = self._protocol, None
-        request = dht_pb2.FindRequest(keys=[key.to_bytes() for key in keys], peer=protocol.node_info)
-        found = None
-        try:
-            async with protocol.rpc_semaphore:
-                answer: Any = await protocol.get_stub(peer).rpc_find(request, timeout=protocol.wait_timeout)
-            if len(answer.results) != len(keys):
-                raise MalformedError(f"it has {len(answer.results)} results for {len(keys)} keys")
-            if len(answer.peer.node_id) == DHTID.HASH_NBYTES:
-                node_id = DHTID.from_bytes(answer.peer.node_id)
-            found = {key: (None, neighbours(each)) for key, each in zip(keys, answer.results, strict=True)}
-        except Exception as e:  # noqa: BLE001 - whatever a stranger's answer makes hivemind raise
-            why = short_report(str(e)) or type(e).__name__
-            log.info("a DHT node gave no usable answer: %s", why, extra={"file_only": True})
+
+        def read(answer: Any) -> tuple[bytes, dict[DHTID, tuple[None, Any]]]:
+            results = zip(keys, answer.results, strict=True)
+            return answer.peer.node_id, {key: (None, neighbours(each)) for key, each in results}
+
+        name, found = await ask(self._protocol, peer, keys, read) or (b"", None)
+        node_id = DHTID.from_bytes(name) if len(name) == DHTID.HASH_NBYTES else None
         if found is None or node_id is not None:
-            await protocol.update_routing_table(node_id, peer, responded=found is not None)
+            await self._protocol.update_routing_table(node_id, peer, responded=found is not None)
         return found
 
 
@@ -368,18 +380,12 @@ class DhtPresence:
 
     async def _find(self, peer: PeerID) -> list[bytes]:
         """Return the values of one node, unchecked. hivemind's own call drops all of them for one that is stale."""
-        protocol = self.node.protocol
-        request = dht_pb2.FindRequest(keys=[self._name.to_bytes()], peer=protocol.node_info)
-        try:
-            answer: Any = await protocol.get_stub(peer).rpc_find(request, timeout=protocol.wait_timeout)
+
+        def read(answer: Any) -> list[bytes]:
             result = answer.results[0]
-            if result.type != dht_pb2.FOUND_DICTIONARY:
-                return []
-            return unpack_records(result.value)
-        except Exception as e:  # noqa: BLE001 - whatever a stranger's answer makes hivemind and msgpack raise
-            why = short_report(str(e)) or type(e).__name__
-            log.info("a DHT node gave no usable answer: %s", why, extra={"file_only": True})
-            return []
+            return unpack_records(result.value) if result.type == dht_pb2.FOUND_DICTIONARY else []
+
+        return await ask(self.node.protocol, peer, [self._name], read) or []
 
     async def _near(self) -> list[PeerID]:
         nearest = await self.node.find_nearest_nodes([self._name], k_nearest=NEAREST, exclude_self=True)

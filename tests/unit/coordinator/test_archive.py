@@ -35,12 +35,10 @@ class World:
         self.tokenizer.write_text("{}")
         self.archive = Archive(folder / "checkpoints", SPEC, policy=RetentionPolicy(newest=3))
 
-    def add(
-        self, round: int, *, of: Digest | None = None, record: Digest | None = None, epoch: int = 0
-    ) -> ArchivedState:
+    def add(self, round: int, *, of: Digest | None = None, record: Digest | None = None) -> ArchivedState:
         return self.archive.add(
             self.checkpoint, self.tokenizer, round=round, state=of or state(round),
-            record=record or digest(round), tokens=10 * round, epoch=epoch,
+            record=record or digest(round), tokens=10 * round,
         )  # fmt: skip
 
 
@@ -71,16 +69,6 @@ def test_the_first_and_the_newest_stay(world: World):
 def test_another_state_of_the_same_round_takes_the_place_of_the_one_of_a_branch_that_lost(world: World):
     world.add(5)
     world.add(5, of=digest("other"))
-    assert [a.state for a in world.archive.all()] == [digest("other")]
-
-
-def test_a_final_state_gives_way_to_none_of_a_chain_that_is_not_the_runs(world: World, monkeypatch):
-    made = world.add(5)
-    monkeypatch.setattr(ArchivedState, "final_epoch", 1)
-    with pytest.raises(CoordinatorError, match="another state of round 5 is final"):
-        world.add(5, of=digest("other"), epoch=1)
-    assert world.archive.all() == [made]
-    world.add(5, of=digest("other"), epoch=2)
     assert [a.state for a in world.archive.all()] == [digest("other")]
 
 

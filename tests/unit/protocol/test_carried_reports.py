@@ -125,7 +125,7 @@ def test_jurors_report_after_a_decision_until_their_votes_refute_and_no_longer(p
     decided = chain.certificate(chain.head).record.body.decisions
     assert decided == (AuditDecision(record.digest, LIAR, not passed),)
     following, last = chain.reports_after(chain.head), report(record, case.late, passed=passed)
-    assert following.is_decided(record.digest, update) and not following.is_closed(record.digest, update)
+    assert following.is_decided(record.digest, update)
     assert case.late in following.jury_of(last) and not following.auditors_of(last)
     again = report(record, case.voted[0], passed=passed)
     loss, opposite = report(record, case.late, check="loss"), report(record, case.late, passed=not passed)
@@ -138,7 +138,7 @@ def test_jurors_report_after_a_decision_until_their_votes_refute_and_no_longer(p
     assert made.record.body.decisions == (AuditDecision(record.digest, LIAR, False, case.wrong),)
     assert not chain.stakes(chain.head).keys() & set(case.wrong) and case.voted[0] in chain.stakes(chain.head)
     assert chain.barred_until(LIAR, chain.head) == bar, "nobody is convicted twice"
-    assert chain.reports_after(chain.head).is_closed(record.digest, update)
+    assert not chain.reports_after(chain.head).jury_of(last), "it has no more to say"
 
 
 def test_where_no_votes_can_refute_any_more_jurors_report_no_more():
@@ -146,7 +146,8 @@ def test_where_no_votes_can_refute_any_more_jurors_report_no_more():
     made = case.branch.add(report(case.record, case.late, passed=True, margin=0.001))
     assert made.record.body.decisions == (), "two of five votes are narrow, and one says the opposite"
     following = case.branch.chain.reports_after(made.digest)
-    assert following.is_closed(case.record.digest, update_of(case.record).digest)
+    assert following.is_decided(case.record.digest, update_of(case.record).digest)
+    assert not following.jury_of(report(case.record, OTHERS[0], passed=True))
 
 
 def test_reports_that_decide_go_before_those_that_only_refute(monkeypatch):
@@ -165,7 +166,7 @@ def test_a_conviction_that_nobody_contradicts_leaves_nothing_to_report(branch):
     record, _, jurors = accused(branch)
     branch.add(*(report(record, key, margin=0.001) for key in jurors[:2]))
     following = branch.chain.reports_after(branch.chain.head)
-    assert following.is_closed(record.digest, update_of(record).digest)
+    assert not following.jury_of(report(record, jurors[2]))
     assert "has decided" in str(following.report_refusal(report(record, jurors[2])))
 
 
