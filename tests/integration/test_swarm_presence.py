@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from typing import Any, cast
 import msgpack
 import pytest
 from hivemind.dht.crypto import DHTRecord
-from hivemind.dht.routing import DHTID
+from hivemind.dht.routing import DHTID, RoutingTable
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PHandlerError
@@ -278,57 +279,55 @@ def test_what_is_no_dictionary_of_bounded_records_is_refused(answer: bytes):
         dht.unpack_records(answer)
 
 
-def found(names: list[bytes], peers: list[bytes], results: int = 1) -> Any:
+NAME = DHTID.generate("a node").to_bytes()
+
+
+def found(names: list[bytes], peers: list[bytes], *, results: int = 1, name: bytes = NAME) -> Any:
     one = dht.dht_pb2.FindResult(nearest_node_ids=names, nearest_peer_ids=peers)
-    return dht.dht_pb2.FindResponse(results=[one] * results)
+    return dht.dht_pb2.FindResponse(results=[one] * results, peer=dht.dht_pb2.NodeInfo(node_id=name))
 
 
-async def test_a_node_that_names_its_neighbours_by_anything_else_is_dropped_at_once():
+def test_an_answer_that_names_nodes_by_anything_else_than_their_ids_is_refused():
     """hivemind writes each name in base 58: a megabyte takes half an hour, without a pause."""
     other, name = identity(9).key, DHTID.generate().to_bytes()
-    node = OneNode([])
-    noted: list[bool] = []
-
-    async def note(node_id: DHTID | None, peer: PeerID, responded: bool) -> None:
-        noted.append(responded)
-
-    cast(Any, node).update_routing_table = note
-    search, asked = dht.Search(node), PeerID(identity(8).key.libp2p_id)
-    cast(Any, node).node_info = dht.dht_pb2.NodeInfo()
-    for names, peers, results in [
-        ([name], [bytes(10**6)], 1), ([name], [other.libp2p_id[:-1]], 1), ([name * 2], [other.libp2p_id], 1),
-        ([name] * 21, [other.libp2p_id] * 21, 1), ([name], [], 1), ([name], [other.libp2p_id], 2), ([], [], 0),
+    for answer in [
+        found([name], [bytes(10**6)]), found([name], [other.libp2p_id[:-1]]), found([name * 2], [other.libp2p_id]),
+        found([name] * 21, [other.libp2p_id] * 21), found([name], []), found([name], [other.libp2p_id], results=2),
+        found([], [], results=0), found([], [], name=b""), found([], [], name=NAME + b"x"),
     ]:  # fmt: skip
-        node.answer = found(names, peers, results)
-        assert await search.call_find(asked, [KEY]) is None
-    assert noted == [False] * 7
-    node.answer = found([name], [other.libp2p_id])
-    assert await search.call_find(asked, [KEY]) == {KEY: (None, {DHTID.from_bytes(name): PeerID(other.libp2p_id)})}
-    assert noted == [False] * 7, "an answer without an id of its own changes nothing"
+        with pytest.raises(MalformedError):
+            dht.read_answer(answer)
+    good = dht.read_answer(found([name], [other.libp2p_id]))
+    assert good.neighbours == {PeerID(other.libp2p_id): DHTID.from_bytes(name)}
+    assert good.node_id == DHTID.from_bytes(NAME) and good.packed == b""
 
 
 class OneNode:
-    """A node of the DHT that has no records itself, and knows another that gives these."""
+    """Our node of the DHT, which has no records and knows one other: that one gives these."""
 
     def __init__(self, values: list[bytes]):
         table = DictionaryDHTValue()
         for n, value in enumerate(values):
             table.store(str(n), value, time.time() + 1000)
-        found = SimpleNamespace(type=dht.dht_pb2.FOUND_DICTIONARY, value=MSGPackSerializer.dumps(table))
-        self.answer: Any = SimpleNamespace(results=[found])
-        self.protocol, self.storage, self.node_info, self.wait_timeout = self, self, None, 1.0
+        self.answer = found([], [])
+        self.answer.results[0].type = dht.dht_pb2.FOUND_DICTIONARY
+        self.answer.results[0].value = MSGPackSerializer.dumps(table)
+        other, self.peer_id = (PeerID(identity(n).key.libp2p_id) for n in (8, 9))
+        self.protocol, self.storage, self.node_info, self.wait_timeout = self, self, dht.dht_pb2.NodeInfo(), 1.0
+        self.routing_table = RoutingTable(DHTID.generate("us"), bucket_size=20, depth_modulo=5)
+        self.routing_table.add_or_update_node(DHTID.from_bytes(NAME), other)
 
     def get(self, key: DHTID) -> None:
         return None
 
-    async def find_nearest_nodes(self, keys: list[DHTID], **_: Any) -> dict[DHTID, dict[str, str]]:
-        return {KEY: {"its id": "the other"}}
-
-    def get_stub(self, peer: str) -> OneNode:
+    def get_stub(self, peer: PeerID) -> OneNode:
         return self
 
     async def rpc_find(self, request: Any, timeout: float) -> Any:
         return self.answer
+
+    async def update_routing_table(self, node_id: DHTID | None, peer: PeerID, responded: bool) -> None:
+        assert responded and node_id is not None
 
 
 async def test_of_one_nodes_records_those_are_looked_at_that_are_known_and_some_others(monkeypatch):
@@ -343,6 +342,30 @@ async def test_of_one_nodes_records_those_are_looked_at_that_are_known_and_some_
         assert unpack(values[49]) in found and len(found) == 6
         seen.update(found)
     assert len(seen) > 40, "not always the same"
+
+
+async def test_a_search_ends_though_nodes_keep_it_waiting_and_what_others_gave_counts(monkeypatch):
+    monkeypatch.setattr(dht, "SEARCH_SECONDS", 0.5)
+    values = [record(Author(identity(100))).value]
+    node, answering = OneNode(values), PeerID(identity(8).key.libp2p_id)
+    silent = [Identity(sha256(b"%d" % n)).key for n in range(20)]
+    for key in silent:
+        node.routing_table.add_or_update_node(DHTID.generate(key.hex()), PeerID(key.libp2p_id))
+    answer = node.answer
+
+    def get_stub(peer: PeerID) -> Any:
+        async def rpc_find(request: Any, timeout: float) -> Any:
+            return answer if peer == answering else await asyncio.Event().wait()
+
+        return SimpleNamespace(rpc_find=rpc_find)
+
+    monkeypatch.setattr(node, "get_stub", get_stub)
+    monkeypatch.setattr(dht, "DRAWN", 21)  # so that the one that answers is asked in any case
+    monkeypatch.setattr(dht, "ASKED_AT_ONCE", 21)
+    here = dht.DhtPresence(cast(Any, node), validator(), RUN, lambda text: None)
+    before = asyncio.all_tasks()
+    assert await here.discover() == [unpack(values[0])]
+    assert asyncio.all_tasks() == before, "no call outlives its search"
 
 
 async def test_a_wrong_clock_is_told_to_the_user_with_its_offset(tmp_path, monkeypatch):

@@ -17,10 +17,11 @@ import logging
 import random
 import statistics
 import time
-from collections.abc import Callable, Collection
-from contextlib import suppress
-from typing import Any, TypeVar, cast
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
 
+import async_timeout
 import msgpack
 from google.protobuf.message import DecodeError
 from hivemind.dht.crypto import DHTRecord
@@ -34,6 +35,7 @@ from hivemind.utils import MSGPackSerializer
 
 from peer.swarm.errors import short_report
 from peer.swarm.libp2p.daemon import Daemon, sender_key
+from peer.swarm.libp2p.search import Search
 from protocol.bounded import BoundedDict
 from protocol.envelope import open_envelope
 from protocol.errors import MalformedError, ProtocolError
@@ -42,8 +44,6 @@ from protocol.version import PROTOCOL
 from protocol.wire import swarm_pb2 as wire
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 dht_pb2: Any = importlib.import_module(
     "hivemind.proto.dht_pb2"
@@ -61,14 +61,22 @@ NEW_OF_A_NODE = 512
 
 Anybody can be a node near the key, with any records."""
 
-NEAREST = 8
-"""Nodes near the key that keep the records and are asked for them."""
+DRAWN = 4
+"""Nodes drawn by chance that keep the records as well and are asked for them."""
+
+SEARCH_SECONDS = 10
+"""Time of a search, after which the nodes that have answered count."""
+
+PING_SECONDS = 5
+
+ASKED_AT_ONCE = 8
+"""Nodes that a search waits for at a time."""
 
 REMEMBERED = 2 * MAX_MEMBERS
 """Maximum number of checked records that are not checked again."""
 
-FRAMING = 128 * MAX_MEMBERS
-"""Bytes in which an answer may exceed MAX_TOTAL: each record's key, time and lengths."""
+MAX_PACKED = MAX_TOTAL + 128 * MAX_MEMBERS
+"""Bytes of an answer's dictionary: besides the records there are each one's key, time and lengths."""
 
 DICTIONARY = 0x50
 """MessagePack's extension type of hivemind's dictionaries: [maximum size, newest expiration, [[key, value, until]]]."""
@@ -187,6 +195,7 @@ class KnownNodes:
     def __init__(self, protocol: DHTProtocol):
         self._protocol = protocol
         self._table = protocol.routing_table
+        self._pings: set[asyncio.Task[Any]] = set()  # asyncio itself keeps no reference to a task
 
     async def update(self, node_id: DHTID | None, peer: PeerID, responded: bool = True) -> None:
         """Note that a node called us or answered, or that it did not. Replaces hivemind's `update_routing_table`."""
@@ -200,7 +209,9 @@ class KnownNodes:
         if node_id in table.buckets[table.get_bucket_index(node_id)].replacement_nodes:
             self._remove(node_id, peer)  # the bucket is full; when its oldest node is gone, the next caller gets in
         if oldest is not None:
-            asyncio.create_task(self._protocol.call_ping(oldest[1]))
+            ping_task = asyncio.create_task(ping(self._protocol, oldest[1]))
+            self._pings.add(ping_task)
+            ping_task.add_done_callback(self._pings.discard)
 
     def _remove(self, node_id: DHTID, peer: PeerID) -> None:
         """Remove a node from all buckets: one that hivemind splits leaves an id on the boundary in the wrong half."""
@@ -211,7 +222,14 @@ class KnownNodes:
         del self._table.uid_to_peer_id[node_id], self._table.peer_id_to_uid[peer]
 
 
-def neighbours(result: Any) -> dict[DHTID, PeerID]:
+def node_name(info: Any) -> DHTID:
+    """Return the id that a node gives itself. Raises MalformedError."""
+    if len(info.node_id) != DHTID.HASH_NBYTES:
+        raise MalformedError("it names itself by something else than its id")
+    return DHTID.from_bytes(info.node_id)
+
+
+def neighbours(result: Any) -> dict[PeerID, DHTID]:
     """Return the nodes that a result of `rpc_find` names. Raises MalformedError."""
     names, peers = result.nearest_node_ids, result.nearest_peer_ids
     if not len(names) == len(peers) <= NEIGHBOURS:
@@ -219,47 +237,45 @@ def neighbours(result: Any) -> dict[DHTID, PeerID]:
     if any(len(name) != DHTID.HASH_NBYTES for name in names):
         raise MalformedError("it names nodes by something else than their ids")
     keys = map(PeerKey.from_libp2p_id, peers)
-    return {DHTID.from_bytes(name): PeerID(key.libp2p_id) for name, key in zip(names, keys, strict=True)}
+    return {PeerID(key.libp2p_id): DHTID.from_bytes(name) for key, name in zip(keys, names, strict=True)}
 
 
-async def ask(protocol: Any, peer: PeerID, keys: Collection[DHTID], read: Callable[[Any], T]) -> T | None:
-    """Ask a node for keys, and return what `read` makes of its answer; None, with a log line, if it gives none of use.
+async def ping(protocol: Any, peer: PeerID) -> Any | None:
+    """Ping a node, and note it in our table; return its answer, or None, with a log line, if it gives none of use.
 
-    `read` may raise MalformedError. The answer has a result for each key.
+    hivemind's `call_ping` lets a node that names itself by anything else keep its place.
     """
-    request = dht_pb2.FindRequest(keys=[key.to_bytes() for key in keys], peer=protocol.node_info)
+    reply: Any = None
+    node_id = None
     try:
-        answer: Any = await protocol.get_stub(peer).rpc_find(request, timeout=protocol.wait_timeout)
-        if len(answer.results) != len(keys):
-            raise MalformedError(f"it has {len(answer.results)} results for {len(keys)} keys")
-        return read(answer)
-    except Exception as e:  # noqa: BLE001 - whatever a stranger's answer makes hivemind raise
+        request = dht_pb2.PingRequest(peer=protocol.node_info, validate=False)
+        reply = await protocol.get_stub(peer).rpc_ping(request, timeout=PING_SECONDS)
+        node_id = node_name(reply.peer)
+    except Exception as e:  # noqa: BLE001 - whatever a stranger's answer makes hivemind raise, AssertionError too
         why = short_report(str(e)) or type(e).__name__
-        log.info("a DHT node gave no usable answer: %s", why, extra={"file_only": True})
-        return None
+        log.info("peer %s does not answer in the DHT: %s", sender_key(peer).short, why)
+    await protocol.update_routing_table(node_id, peer, responded=node_id is not None)
+    return reply if node_id is not None else None
 
 
-class Search:
-    """hivemind's search for the nodes near a key, without the records that come along."""
+@dataclass(frozen=True)
+class Answer:
+    """A node's answer: its id, the nodes near the key that it names, and its packed dictionary, or nothing."""
 
-    def __init__(self, protocol: Any):
-        self._protocol = protocol
+    node_id: DHTID
+    neighbours: dict[PeerID, DHTID]
+    packed: bytes
 
-    async def call_find(self, peer: PeerID, keys: Collection[DHTID]) -> dict[DHTID, tuple[None, Any]] | None:
-        """Return each key's nearest nodes, as a node knows them; None for no usable answer.
 
-        Replaces hivemind's `call_find`.
-        """
-
-        def read(answer: Any) -> tuple[bytes, dict[DHTID, tuple[None, Any]]]:
-            results = zip(keys, answer.results, strict=True)
-            return answer.peer.node_id, {key: (None, neighbours(each)) for key, each in results}
-
-        name, found = await ask(self._protocol, peer, keys, read) or (b"", None)
-        node_id = DHTID.from_bytes(name) if len(name) == DHTID.HASH_NBYTES else None
-        if found is None or node_id is not None:
-            await self._protocol.update_routing_table(node_id, peer, responded=found is not None)
-        return found
+def read_answer(answer: Any) -> Answer:
+    """Read the answer to `rpc_find` of one key. Raises MalformedError."""
+    if len(answer.results) != 1:
+        raise MalformedError(f"it has {len(answer.results)} results for one key")
+    result = answer.results[0]
+    packed = result.value if result.type == dht_pb2.FOUND_DICTIONARY else b""
+    if len(packed) > MAX_PACKED:
+        raise MalformedError(f"a dictionary of {len(packed):,} bytes: at most {MAX_PACKED:,} are accepted")
+    return Answer(node_name(answer.peer), neighbours(result), packed)
 
 
 class DhtPresence:
@@ -286,7 +302,6 @@ class DhtPresence:
         )
         protocol: Any = node.protocol
         protocol.update_routing_table = KnownNodes(protocol).update  # before the first ping is processed
-        protocol.call_find = Search(protocol).call_find
         return cls(node, validator, run, warn)
 
     @property
@@ -294,22 +309,12 @@ class DhtPresence:
         return statistics.median(self._offsets.values()) if self._offsets else None
 
     async def meet(self, peer: PeerKey) -> bool:
-        node = self.node
-        request = dht_pb2.PingRequest(peer=node.protocol.node_info, validate=False)
         began = time.time()
-        try:
-            reply: Any = await node.protocol.get_stub(PeerID(peer.libp2p_id)).rpc_ping(request, timeout=5)
-            if len(reply.peer.node_id) != DHTID.HASH_NBYTES:
-                raise MalformedError("it names itself by something else than its id")
-            node_id = DHTID.from_bytes(reply.peer.node_id)
-        except Exception as e:  # noqa: BLE001 - whatever a stranger's answer makes hivemind raise, AssertionError too
-            log.info("peer %s does not answer in the DHT: %s", peer.short, short_report(str(e)) or type(e).__name__)
-            return False
+        reply = await ping(self.node.protocol, PeerID(peer.libp2p_id))
         ended = time.time()
-        if ended - began < 2:  # of a slower answer the delay may exceed the clock's offset
+        if reply is not None and ended - began < 2:  # of a slower answer the delay may exceed the clock's offset
             self._offsets.renew(peer, reply.dht_time - (began + ended) / 2)
-        await node.protocol.update_routing_table(node_id, PeerID(peer.libp2p_id), responded=True)
-        return True
+        return reply is not None
 
     async def publish(self, author: PeerKey, envelope: bytes, seconds: float) -> bool:
         value = MSGPackSerializer.dumps(envelope)
@@ -323,7 +328,7 @@ class DhtPresence:
         here = protocol._validate_record(record.key, record.subkey, record.value, until) and protocol.storage.store(
             self._name, value, until, subkey=subkey
         )
-        near = await self._near()
+        asked, near = await self._search()
         answers = await asyncio.gather(
             *(
                 protocol.call_store(peer, keys=[self._name], values=[value], expiration_time=until, subkeys=[subkey])
@@ -331,12 +336,11 @@ class DhtPresence:
             )
         )
         taken = sum(bool(a and a[0]) for a in answers)
-        if near and not taken:
-            for peer in near[:5]:
-                with suppress(MalformedError):
-                    await self.meet(sender_key(peer))
-            self._explain_refusal(len(near), sum(a is not None for a in answers))
-        return bool(taken or (here and not near))
+        if asked and not taken:
+            for peer in list(near)[:5]:
+                await self.meet(sender_key(peer))
+            self._explain_refusal(asked, sum(a is not None for a in answers))
+        return bool(taken or (here and not asked))
 
     def _explain_refusal(self, asked: int, answered: int) -> None:
         offset = self.clock_offset
@@ -354,10 +358,13 @@ class DhtPresence:
     async def discover(self) -> list[bytes]:
         newest: dict[PeerKey, tuple[int, bytes]] = {}
         own = self.node.protocol.storage.get(self._name)
-        near = await self._near()
-        found = await asyncio.gather(*(self._find(peer) for peer in near))
+        found = []
+        _, near = await self._search()
+        for packed in near.values():
+            found.append(self._some(packed))
+            await asyncio.sleep(0)  # to unpack 2 MiB takes a while: other tasks have a turn
         # In turn, so that one node's records do not take all places.
-        turns = itertools.zip_longest(*map(self._some, found), fillvalue=None)
+        turns = itertools.zip_longest(*found, fillvalue=None)
         theirs = (value for turn in turns for value in turn if value is not None)
         for i, value in enumerate(itertools.chain(_held(own.value if own is not None else None), theirs)):
             if i % 32 == 31:
@@ -372,24 +379,64 @@ class DhtPresence:
                 newest[author] = (sequence, unpack(value))
         return [envelope for _, envelope in newest.values()]
 
-    def _some(self, values: list[bytes]) -> list[bytes]:
+    def _some(self, packed: bytes) -> list[bytes]:
         """Return one node's values that were checked before, and NEW_OF_A_NODE others at most, drawn by chance."""
+        try:
+            values = unpack_records(packed) if packed else []
+        except MalformedError as e:
+            log.info("a DHT node gave no usable records: %s", e, extra={"file_only": True})
+            return []
         before = [v for v in values if self._validator.knows(v)]
         others = [v for v in values if not self._validator.knows(v)]
         return before + random.sample(others, min(NEW_OF_A_NODE, len(others)))
 
-    async def _find(self, peer: PeerID) -> list[bytes]:
-        """Return the values of one node, unchecked. hivemind's own call drops all of them for one that is stale."""
+    async def _search(self) -> tuple[int, dict[PeerID, bytes]]:
+        """Return how many nodes were asked, and those near the key: each with its packed dictionary, or nothing."""
+        table = self.node.protocol.routing_table
+        known = {peer: node_id for node_id, peer in table.get_nearest_neighbors(self._name, NEIGHBOURS)}
+        drawn = random.sample(list(table.peer_id_to_uid), min(DRAWN, len(table.peer_id_to_uid)))
+        search = Search(self._name, known=known, drawn=drawn, me=self.node.peer_id)
+        packed: dict[PeerID, bytes] = {}
+        asking: set[asyncio.Task[None]] = set()
 
-        def read(answer: Any) -> list[bytes]:
-            result = answer.results[0]
-            return unpack_records(result.value) if result.type == dht_pb2.FOUND_DICTIONARY else []
+        async def ask(peer: PeerID) -> None:
+            nonlocal packed
+            answer = await self._ask(peer)
+            if answer is None:
+                search.note_silence(peer)
+                return
+            search.note_answer(peer, answer.node_id, answer.neighbours)
+            packed[peer] = answer.packed
+            packed = {node: packed[node] for node in search.found()}  # only these: one may have 2 MiB
 
-        return await ask(self.node.protocol, peer, [self._name], read) or []
+        try:
+            async with async_timeout.timeout(SEARCH_SECONDS):
+                while True:
+                    asking |= {asyncio.create_task(ask(peer)) for peer in search.next(ASKED_AT_ONCE - len(asking))}
+                    if not asking:
+                        break
+                    _, asking = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.TimeoutError:
+            log.debug("a search in the DHT ended before all nodes had answered")
+        finally:
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+        return search.asked, packed
 
-    async def _near(self) -> list[PeerID]:
-        nearest = await self.node.find_nearest_nodes([self._name], k_nearest=NEAREST, exclude_self=True)
-        return list(nearest[self._name].values())
+    async def _ask(self, peer: PeerID) -> Answer | None:
+        """Ask a node for the run's records, and note it in our table; None, with a log line, for no usable answer."""
+        protocol: Any = self.node.protocol
+        request = dht_pb2.FindRequest(keys=[self._name.to_bytes()], peer=protocol.node_info)
+        answer = None
+        try:
+            answer = read_answer(await protocol.get_stub(peer).rpc_find(request, timeout=protocol.wait_timeout))
+        except Exception as e:  # noqa: BLE001 - whatever a stranger's answer makes hivemind raise
+            why = short_report(str(e)) or type(e).__name__
+            log.info("a DHT node gave no usable answer: %s", why, extra={"file_only": True})
+        node_id = None if answer is None else answer.node_id
+        await protocol.update_routing_table(node_id, peer, responded=answer is not None)
+        return answer
 
     def stop(self) -> None:
         # Not node.shutdown: it waits for the daemon, which may be gone, to unregister handlers that end with it.
@@ -398,13 +445,13 @@ class DhtPresence:
 
 def unpack_records(packed: bytes) -> list[bytes]:
     """Return the values in a packed DHT dictionary that may be records of ours. Raises MalformedError."""
-    if len(packed) > MAX_TOTAL + FRAMING:
-        raise MalformedError(f"a dictionary of {len(packed):,} bytes: at most {MAX_TOTAL + FRAMING:,} are accepted")
+    if len(packed) > MAX_PACKED:
+        raise MalformedError(f"a dictionary of {len(packed):,} bytes: at most {MAX_PACKED:,} are accepted")
     try:  # without a hook extensions are not unpacked, and only the arrays that belong there are entered
         outer = msgpack.unpackb(packed, max_array_len=0, max_map_len=0)
         if not isinstance(outer, msgpack.ExtType) or outer.code != DICTIONARY:
             raise MalformedError("a value that is no dictionary of the DHT")
-        reader = msgpack.Unpacker(raw=True, max_array_len=0, max_map_len=0, max_buffer_size=MAX_TOTAL + FRAMING)
+        reader = msgpack.Unpacker(raw=True, max_array_len=0, max_map_len=0, max_buffer_size=MAX_PACKED)
         reader.feed(outer.data)
         shape = reader.read_array_header()
         reader.skip()
