@@ -60,10 +60,6 @@ NONMEMBER_SENDS = 8
 BUSY_SECONDS = 2.0
 """Seconds until a packet is sent again to a peer that was too busy, more or less: its limits refill in this time."""
 
-NONMEMBER_DIALS = 16
-"""Number of dials under way above which no newcomer without an admission is dialled. A member is dialled once at a
-time."""
-
 
 @dataclass(eq=False)
 class Network:
@@ -290,8 +286,9 @@ class Network:
         log.log(level, "in the swarm: received a heartbeat of %s", message.author.short)
         self._introducer.on_new_peer(message, direct=direct)
         addresses = _by_peer(message.body.addresses).get(message.author)
-        room = self.peers.limit if message.body.admission else NONMEMBER_DIALS
-        if addresses and message.author not in self._dialling and len(self._dialling) < room:
+        # A stranger's heartbeat may name anybody's address, and all would dial it. A stranger has to dial us.
+        invited = bool(message.body.admission) or message.author in self._coordinator_observers()
+        if addresses and invited and message.author not in self._dialling and len(self._dialling) < self.peers.limit:
             self._dialling.add(message.author)
             self.tasks.spawn(self._dial(message.author, addresses), "dial")
 

@@ -502,7 +502,7 @@ async def test_strangers_who_take_calls_and_do_not_answer_hold_up_no_member(monk
     await net.stop(0.1)
 
 
-async def test_who_comes_and_goes_all_the_time_is_dialled_once_at_a_time_and_introduced_now_and_then(monkeypatch):
+async def test_who_comes_and_goes_all_the_time_is_dialled_once_at_a_time_and_introduced_now_and_then():
     net, swarm = await network()
     hear(net, heartbeat(PEERS[2]))
     dialled: list[str] = []
@@ -521,13 +521,19 @@ async def test_who_comes_and_goes_all_the_time_is_dialled_once_at_a_time_and_int
     await net.flush(LIMIT)
     told = [m for m in swarm.wire.messages(B) if m != heartbeat(PEERS[2]).encoded]
     assert len(told) == 1, "of a newcomer"
-    monkeypatch.setattr(network_module, "NONMEMBER_DIALS", 3)
-    for word, there in ((b"", 3), (b"a member", 13)):
-        for i in range(10):
-            other = identity(f"other {i} {word!r}")
-            hear(net, heartbeat(other, addresses=[way(other, 1)], admission=word))
-        await asyncio.sleep(0)
-        assert len(dialled) == there
+    await net.stop(0.1)
+
+
+async def test_a_stranger_has_nobody_dial_the_addresses_that_it_names_a_member_and_the_coordinator_do():
+    w = await world()
+    net, swarm, before = w.network, w.swarms[0], len(w.swarms[0].dialled)
+    w.membership.locator.newest = coordinator_address()
+    stranger, member = identity("a stranger"), identity("a member")
+    hear(net, heartbeat(stranger, addresses=[way(stranger, 1)], admission=b""))
+    hear(net, heartbeat(OBSERVER, addresses=[way(OBSERVER, 2)], admission=b""))
+    hear(net, heartbeat(member, addresses=[way(member, 3)], admission=b"a member"))
+    await asyncio.sleep(0)
+    assert swarm.dialled[before:] == [(way(OBSERVER, 2),), (way(member, 3),)]
     await net.stop(0.1)
 
 
