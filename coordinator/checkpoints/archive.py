@@ -203,6 +203,11 @@ class Archive:
                     found.append(a)
         return sorted(found, key=lambda a: a.round)
 
+    def holds(self, archived: ArchivedState) -> bool:
+        """Return whether this state of this record is archived."""
+        there = read_manifest(archived.folder)
+        return there is not None and (there.state, there.record) == (archived.state, archived.record)
+
     @contextlib.contextmanager
     def reading(self, archived: ArchivedState) -> Iterator[ArchivedState]:
         """Keep this state from being deleted until the context ends. Raises CoordinatorError if it is deleted."""
@@ -219,9 +224,9 @@ class Archive:
                 self._open[archived.folder] -= 1
 
     def drop(self, archived: Iterable[ArchivedState]) -> None:
-        """Delete states that the chain has left."""
-        gone = list(archived)
+        """Delete states that the chain has left, unless another one has taken the place since."""
         with self._writing:
+            gone = [a for a in archived if self.holds(a)]
             self._mark_left(gone)
             for a in gone:
                 self._remove(a.folder, even_if_open=True)

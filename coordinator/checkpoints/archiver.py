@@ -199,15 +199,21 @@ class CheckpointArchiver:
         rows: list[Row] = []
         began, why = time.monotonic(), ""
         seconds = self._settings.evaluation.seconds
-        with self.archive.reading(archived):
+        with self.archive.reading(archived):  # the policy does not delete it, a rollback does
             try:
                 job = self._evaluation_job(archived)
                 await run_job("coordinator.checkpoints.evaluation_job", job, rows.append, deadline=seconds)
             except CoordinatorError as e:
                 why = str(e)
-        self._seconds = time.monotonic() - began
-        measured = next((r for r in rows if "loss" in r), None)
-        texts = [r for r in rows if "text" in r]
+            self._seconds = time.monotonic() - began
+            measured = next((r for r in rows if "loss" in r), None)
+            texts = [r for r in rows if "text" in r]
+            if measured is not None or texts:
+                await asyncio.to_thread(self.evaluations.add, archived, measured, texts)
+            if not await asyncio.to_thread(self.archive.holds, archived):
+                log.info("the run has left the state of round %d: its evaluation does not count", archived.round)
+                await asyncio.to_thread(self.evaluations.mark_left, [archived.state])
+                return
         if measured is None and not texts:
             self._failed[archived.state] = tries = self._failed.get(archived.state, 0) + 1
             self._failed_at = time.monotonic()
@@ -219,7 +225,6 @@ class CheckpointArchiver:
             return
         self._failed.pop(archived.state, None)
         self._not_wanted.discard(str(archived.state))  # it may be one of the best
-        await asyncio.to_thread(self.evaluations.add, archived, measured, texts)
         await asyncio.to_thread(self.archive.prune)  # another state may be the best now
         self._counts["evaluated"] += 1
         _log_evaluation(archived, measured, texts)
@@ -240,10 +245,10 @@ class CheckpointArchiver:
         later = [a for a in self.archive.all() if a.round > rollback.round]
         gone = [a for a in later if a.round not in held and a.final_epoch < rollback.epoch]
         kept = {str(a.state) for a in later} - {str(a.state) for a in gone}
+        await asyncio.to_thread(self.archive.drop, gone)  # first: an evaluation that ends from now on finds it gone
         done = self.evaluations.done().items()
         left = [Digest.parse(state) for state, r in done if r > rollback.round and state not in kept]
         await asyncio.to_thread(self.evaluations.mark_left, left)
-        await asyncio.to_thread(self.archive.drop, gone)
 
     def _evaluation_job(self, archived: ArchivedState) -> Row:
         e, s = self._settings.evaluation, self._settings.samples

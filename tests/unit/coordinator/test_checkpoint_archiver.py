@@ -471,6 +471,40 @@ async def test_after_a_rollback_no_evaluation_of_a_later_round_counts(world: Che
     assert asked == ["round-000000", "round-000005", "round-000010", "round-000010"]  # the left state not once more
 
 
+async def test_an_evaluation_that_ends_after_its_state_was_left_does_not_count(world: CheckpointWorld, monkeypatch):
+    began, may_end = asyncio.Event(), asyncio.Event()
+
+    async def measures(module, job, heard, **limits):
+        began.set()
+        await may_end.wait()
+        heard({"loss": 3.0, "windows": 4, "seconds": 1.0, "device": "cpu"})
+        heard({"prompt": "a", "text": "b", "temperature": 0.0})
+
+    monkeypatch.setattr(keeping, "run_job", measures)
+    world.rounds(12)
+    world.add(10)
+    async with Kept(world, evaluation={"every": 1}) as keeper:
+        await began.wait()
+        back = Rollback(1, world.swarm.chain.certificates[4].digest, Round(5), world.digests[5])
+        world.swarm.turn_to(world.swarm.chain.fork(5))
+        await keeper.roll_back(back)
+        added: list[int] = []
+        add = keeper.evaluations.add
+        monkeypatch.setattr(keeper.evaluations, "add", lambda *row: (add(*row), added.append(row[0].round)))
+        may_end.set()
+        await until(lambda: added == [10])
+        await until(lambda: not keeper.evaluations.done())
+        assert keeper.validation is None and keeper.samples(None, 9) == []
+
+
+def test_a_state_that_took_the_place_of_one_that_was_left_is_not_dropped(world: CheckpointWorld):
+    world.rounds(12)
+    world.add(10)
+    left = replace(world.archive.all()[0], record=digest("a record of the branch that was left"))
+    world.archive.drop([left])
+    assert [a.round for a in world.archive.all()] == [10] and not world.archive.left()
+
+
 async def test_a_rollback_drops_the_states_that_the_run_has_left_and_no_others(world: CheckpointWorld):
     for round_ in (5, 10, 15, 20):
         world.final(round_)
