@@ -16,6 +16,7 @@ from cairn.peer_screen import PeerScreen, page_address
 from coordinator.checkpoints.archive import read_manifest
 from coordinator.checkpoints.copies import file_reader
 from coordinator.checkpoints.verification import ReadFile, VerificationError, verify_checkpoint
+from coordinator.durable import sync
 from peer.coordinator_client import RunInfo
 from peer.store import Store
 from protocol.errors import CairnError
@@ -123,8 +124,11 @@ def fetch_archived(
         found = verify_checkpoint(read, run=run, names=None)
         if found.archived.state != state:
             raise VerificationError(f"{address}: state {found.archived.state.short}, not the run's last, {state.short}")
+        for path in (*draft.iterdir(), draft):
+            sync(path)
         shutil.rmtree(copy, ignore_errors=True)
         draft.rename(copy)
+        sync(copy.parent)
     except OSError as e:
         raise CairnError(f"{copy} cannot be written: {(e.strerror or str(e)).lower()}") from None
     finally:

@@ -205,7 +205,7 @@ class Admitter:
             try:
                 await self._ledger.run(write)
             except CairnError:
-                self._table.take_back(admitted, known, displaced, now)
+                self._table.take_back(admitted, known, displaced, caller, now)
                 raise
 
         await finish(store())  # the table follows the ledger, though the caller goes away

@@ -94,11 +94,16 @@ class AdmissionTable:
         return displaced
 
     def take_back(
-        self, row: AdmissionRow, before: AdmissionRow | None, displaced: Iterable[AdmissionRow], now: float
+        self,
+        row: AdmissionRow,
+        before: AdmissionRow | None,
+        displaced: Iterable[AdmissionRow],
+        caller: str,
+        now: float,
     ) -> None:
         """Undo `add`, of an admission that could not be stored; `before` is what `get` returned before it.
 
-        The share of the caller's network stays used. Displaced peers have an hour from now to be seen, as in `load`.
+        Displaced peers have an hour from now to be seen, as in `load`.
         """
         if self._rows.get(row.peer) is not row:
             return  # renewed meanwhile
@@ -106,6 +111,8 @@ class AdmissionTable:
             self._put(before)
             return
         self._forget(row.peer)
+        if not is_loopback(caller):
+            self._new_keys.give_back(caller)
         for old in displaced:
             if old.peer not in self._rows:
                 self._put(old)

@@ -20,7 +20,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from coordinator.errors import RefusedError, TooManyError, UnknownRunError
+from coordinator.errors import LedgerError, RefusedError, TooManyError, UnknownRunError
 from coordinator.limits import ConcurrencyLimit, NetworkLimit, Rate, caller_of
 from protocol.errors import AdmissionError, CairnError, MalformedError, SignatureError
 
@@ -59,6 +59,7 @@ _CODES: tuple[tuple[type[CairnError], grpc.StatusCode], ...] = (
     (SignatureError, grpc.StatusCode.UNAUTHENTICATED),
     (MalformedError, grpc.StatusCode.INVALID_ARGUMENT),
 )
+_NO_LEDGER = "the coordinator's ledger cannot be written or read now: its operator finds the reason in its log"
 _FAULT = "the coordinator has a fault of its own: its operator finds the reason in its log"
 
 
@@ -170,7 +171,12 @@ class LimitsInterceptor(grpc.aio.ServerInterceptor):
             code, message = grpc.StatusCode.RESOURCE_EXHAUSTED, str(e)
         except CairnError as e:
             known = next((c for kind, c in _CODES if isinstance(e, kind)), None)
-            code, message = (known, str(e)) if known is not None else (grpc.StatusCode.INTERNAL, _FAULT)
+            if known is not None:
+                code, message = known, str(e)
+            elif isinstance(e, LedgerError):  # callers go on as without a coordinator, and ask again
+                code, message = grpc.StatusCode.UNAVAILABLE, _NO_LEDGER
+            else:
+                code, message = grpc.StatusCode.INTERNAL, _FAULT
             # A failing disk or ledger is for the operator to read, not for strangers. As the log limits each statement,
             # with one for both a flood of refusals would hide it.
             if known is None:

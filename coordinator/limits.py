@@ -48,6 +48,11 @@ class RateLimit:
         self._buckets.renew(caller, bucket)
         bucket.charge(1)
 
+    def give_back(self, caller: Hashable) -> None:
+        """Undo a count: the request came to nothing by our own fault."""
+        if (bucket := self._buckets.get(caller)) is not None:
+            bucket.charge(-1)
+
     def __len__(self) -> int:
         return len(self._buckets)
 
@@ -73,6 +78,11 @@ class NetworkLimit:
         """Count one request that is allowed."""
         for network, share in networks(caller):
             self._limits[share].count(network, now)
+
+    def give_back(self, caller: str) -> None:
+        """Undo a count: the request came to nothing by our own fault."""
+        for network, share in networks(caller):
+            self._limits[share].give_back(network)
 
 
 def _refuse_before(seconds: float) -> None:

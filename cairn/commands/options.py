@@ -31,6 +31,19 @@ class _NamedPath(click.Path):
         return path
 
 
+class _HomePath(_NamedPath):
+    """The folder of --home, whose "~" is expanded before it is looked at: a folder that root made is not readable."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = os.path.expanduser(value)
+        if os.path.isdir(path) and not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+            self.fail(
+                f"{path} belongs to another user, and this one may not use it: chown -R it to this user (if it was "
+                "made by sudo or in a container), or name another folder", param, ctx,
+            )  # fmt: skip
+        return super().convert(path, param, ctx)
+
+
 FILE = _NamedPath(dir_okay=False, path_type=Path)
 FOLDER = _NamedPath(file_okay=False, path_type=Path)
 PLACE = _NamedPath(path_type=Path)
@@ -43,12 +56,11 @@ def home_option(keeps: str):
     """Return the option --home; `keeps` is its help, "Where ...", and names what the command finds there."""
     return click.option(
         "--home",
-        type=FOLDER,
+        type=_HomePath(file_okay=False, path_type=Path),
         default="~/.cairn",
         envvar="CAIRN_HOME",
         show_default=True,
         help=keeps,
-        callback=lambda _c, _p, value: value.expanduser(),
     )
 
 

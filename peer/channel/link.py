@@ -21,6 +21,9 @@ from protocol.plain_text import one_line
 
 log = logging.getLogger(__name__)
 
+KILLED_SECONDS = 30.0
+"""Seconds in which a killed process ends, unless the kernel waits for a device."""
+
 SEND_SECONDS = 30.0
 """Maximum time to send a message.
 
@@ -165,7 +168,7 @@ class TrainerLink:
     async def stop(self, seconds: float = 5.0) -> TrainerExit:
         """Close the channel, wait at most `seconds` for the process's end, then kill it. Idempotent.
 
-        It saves nothing: send `Stop` and await `Stopped` first.
+        It saves nothing: send `Stop` and await `Stopped` first. Raises TrainerDied when it cannot be killed.
         """
         self._writer.close()
         try:
@@ -174,17 +177,23 @@ class TrainerLink:
         except asyncio.TimeoutError:
             log.warning("the trainer (process %d) did not exit in %.0f s: killed", self.pid, seconds)
             self.kill(f"it did not exit in {seconds:.0f} s")
-        gone = await self.wait()
+        try:
+            async with async_timeout.timeout(KILLED_SECONDS):
+                gone = await self.wait()
+        except asyncio.TimeoutError:
+            raise TrainerDied(
+                f"the trainer (process {self.pid}) cannot be ended: its GPU or its disk hangs; restart this machine"
+            ) from None
         self._drain.cancel()
         with contextlib.suppress(asyncio.CancelledError, ConnectionError):
             await asyncio.gather(self._drain, self._writer.wait_closed())
         return gone
 
     def kill(self, why: str = "") -> None:
-        """Send SIGKILL. `why`: for the user, if the kill is not expected."""
+        """Send SIGKILL to the process and its ranks. `why`: for the user, if the kill is not expected."""
         self._killed = self._killed or why
         with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+            os.killpg(self.pid, signal.SIGKILL)  # it leads a session of its own
 
     async def _drain_output(self) -> None:
         """Keep the last lines that the trainer printed, and log each: a full pipe would block it."""

@@ -229,13 +229,14 @@ class Stop(_Message):
 class Ready(_Message):
     """The model is built. `device`: a text for people; `update_size`: bytes of every update's blob.
 
-    `disk`: bytes of its files for the state between rounds, which have no names.
+    `disk`: bytes of its files for the state between rounds, which have no names. `on_gpu`: it trains on CUDA devices.
     """
 
     device: Text
     parameters: Count
     update_size: Count
     disk: Count = 0
+    on_gpu: bool = False
 
 
 @dataclass(frozen=True, slots=True)

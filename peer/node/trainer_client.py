@@ -111,6 +111,8 @@ class TrainerClient:
 
     def _launch(self, start: channel.Start) -> None:
         remove_drafts(self.store)
+        if self._supervisor is not None:
+            start = replace(start, device=self._supervisor.start.device)  # a GPU, if it has found one
         self._supervisor = self.supervise(
             start,
             on_message=self._on_message,

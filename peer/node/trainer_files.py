@@ -23,8 +23,11 @@ from protocol.spec import BlobRef, RunSpec
 EPOCH = "epoch"
 """Name of the value in the store."""
 
+SAVED_TENSORS = "trainer-*.safetensors"
+"""The saved state's tensors in the trainer's folder."""
+
 _SAVED_STATE = (
-    "trainer-*.safetensors", "trainer.json", "update*", "dropped-*", ".trainer-*", ".update*", ".dropped-*",
+    SAVED_TENSORS, "trainer.json", "update*", "dropped-*", ".trainer-*", ".update*", ".dropped-*",
 )  # fmt: skip
 
 

@@ -11,20 +11,20 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import async_timeout
 
 from peer import channel
 from peer.errors import ChannelError, TrainerDied
+from peer.node.trainer_files import SAVED_TENSORS
 
 log = logging.getLogger(__name__)
 
 START_SECONDS = 480.0
 """Seconds to import torch, meet the other ranks, build the model and move it to a GPU: a cold disk takes minutes."""
 
-BASE_RATE = 50e6
-"""Bytes a second at which the frozen base of an adapter is read and hashed at least, before the process is ready."""
+READ_RATE = 20e6
+"""Bytes a second at which a slow disk gives what a process reads and hashes before it is ready."""
 
 ANSWER_SECONDS, REPLAY_SECONDS = 900.0, 60.0
 """Seconds that a trainer has for a request, once it has answered those before; each round to replay adds the second."""
@@ -115,7 +115,7 @@ class TrainerSupervisor:
         self._owed.clear()
         if self.stopping:
             link.kill()
-        seconds = START_SECONDS + _size_of(self.start.base) / BASE_RATE
+        seconds = START_SECONDS + await asyncio.to_thread(_bytes_to_read, self.start) / READ_RATE
         self._expect_answer(f"was not ready within {seconds:.0f} s", seconds)
         try:
             await link.send(replace(self.start, gpu_memory=self.gpu_memory()))
@@ -126,6 +126,9 @@ class TrainerSupervisor:
                 match message:
                     case channel.Ready() if not self._ready_link.done():
                         self.ready = message
+                        if message.on_gpu and self.start.device == "auto":
+                            # A GPU that is lost later is an error: nobody wants the CPU to take over a GPU's work.
+                            self.start = replace(self.start, device="cuda")
                         self._ready_link.set_result(link)
                     case channel.Applied():
                         applied += 1
@@ -214,9 +217,13 @@ class TrainerSupervisor:
         self._ready_link.exception()  # marks it as retrieved: nobody may be waiting for it
 
 
-def _size_of(base: Path | None) -> int:
-    """Return the bytes of a frozen base; 0 without one, or if it is gone, which the trainer says."""
-    try:
-        return 0 if base is None else base.stat().st_size
-    except OSError:
-        return 0
+def _bytes_to_read(start: channel.Start) -> int:
+    """Return the bytes of the frozen base, and twice those of the saved state, which is hashed and then loaded.
+
+    A file that is gone counts for nothing: the trainer says so.
+    """
+    total = 0
+    for path, times in [(start.base, 1), *((path, 2) for path in start.state_folder.glob(SAVED_TENSORS))]:
+        with contextlib.suppress(OSError):
+            total += 0 if path is None else times * path.stat().st_size
+    return total

@@ -71,6 +71,7 @@ class Trainer:
             )
         if self.spec.model.adapter is not None and start.base is None and not trial:
             raise TrainingError("the run's frozen base model is not here: start the peer again, which fetches it")
+        self._kind = kind
         self.exchange = ExchangePoint()
         self.gate = YieldGate()
         times = TimeBreakdown(time.monotonic())
@@ -111,7 +112,8 @@ class Trainer:
         """Return the answer to Start."""
         layout = self.spec.model.layout
         in_files = round_bytes(layout, self.spec.outer) if self.home == "files" else 0
-        return Ready(self.backend.device_name, layout.numel, self.base.codec.size, in_files)
+        on_gpu = self._kind == "cuda"
+        return Ready(self.backend.device_name, layout.numel, self.base.codec.size, in_files, on_gpu)
 
     def swap_base(self, move: BaseMove) -> None:
         """Continue training from the base that `BaseState.advance` moved."""

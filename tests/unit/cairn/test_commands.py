@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import shlex
 import sys
@@ -116,3 +117,15 @@ def test_the_table_of_exit_codes_is_whole():
     """Code 3 is of one command; `test_update_audit` holds it."""
     table = re.findall(r"^\| ([0-9]+) \|", DOCS.read_text(), re.M)
     assert [int(code) for code in table] == [*list(CASES)[:3], 3, 130]
+
+
+def test_a_home_of_another_user_is_said_before_anything_is_read(tmp_path, monkeypatch):
+    home = tmp_path / ".cairn"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("CAIRN_HOME", raising=False)
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != str(home) and access(path, mode))
+    for command in (["account", "show"], ["peer", "pause"], ["peer", "key"]):
+        said = CliRunner().invoke(main, command)
+        assert said.exit_code == 2 and f"{home} belongs to another user" in said.output, command

@@ -166,14 +166,22 @@ def test_an_admission_that_is_taken_back_leaves_all_as_it_was():
     table.add(first, v4(1), 0.0)
     table.add(second, v4(2), 0.0)
     assert table.add(renewed, v4(1), 1.0) == []
-    table.take_back(renewed, first, [], 1.0)
+    table.take_back(renewed, first, [], v4(1), 1.0)
     assert table.get(key(1)) is first and table.names.shown(key(1)) == "ada"
     third = row(3, "eve")
     displaced = table.add(third, v4(3), 1.0)
-    table.take_back(third, None, displaced, 1.0)
+    table.take_back(third, None, displaced, v4(3), 1.0)
     assert key(3) not in table and table.names.shown(key(3)) == key(3).short
     assert table.get(key(1)) is first and table.get(key(2)) is second and len(table) == 2
     assert sorted(table.forget_absent(UNSEEN_SECONDS + 2)) == sorted([key(1), key(2)])
+
+
+def test_an_admission_that_is_taken_back_uses_nothing_of_its_networks_share():
+    table = AdmissionTable(nobody, nobody)
+    for _ in range(3 * NEW_KEYS):
+        again = row(1)
+        table.take_back(again, None, table.add(again, v4(1), 0.0), v4(1), 0.0)
+    assert table.add(row(2), v4(1), 0.0) == []
 
 
 def test_asking_again_does_not_keep_an_unseen_key():

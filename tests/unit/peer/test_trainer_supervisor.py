@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from peer.channel import FromTrainer, Load, MakeUpdate, NothingDone, Ready, RoundUpdates, Start
+from peer.channel import FromTrainer, Load, MakeUpdate, NothingDone, Ready, RoundUpdates, Start, TrainerLink
+from peer.channel import link as link_module
 from peer.errors import TrainerDied
 from peer.node import trainer_supervisor as module
 from peer.node.trainer_supervisor import TrainerSupervisor
@@ -188,15 +189,15 @@ async def test_each_request_has_a_deadline_of_its_own_which_begins_when_those_be
         assert "Applied" in world.names() and "it has not answered MakeUpdate for 0 s" in world.lost[0]
 
 
-async def test_a_trainer_that_reads_a_large_base_has_longer_to_become_ready(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["base", "trainer-1.safetensors"])
+async def test_a_trainer_that_reads_a_large_base_or_state_has_longer_to_become_ready(tmp_path, monkeypatch, name):
     monkeypatch.setattr(module, "START_SECONDS", 0.01)
-    monkeypatch.setattr(module, "BASE_RATE", 1 / LIMIT)
-    base = tmp_path / "base"
-    base.write_bytes(b"x")
+    monkeypatch.setattr(module, "READ_RATE", 1 / LIMIT)
     async with supervised(tmp_path, 'end.send(Ready("cpu", 1, 1)); end.receive(None)') as (world, _):
         await world.until(lambda: world.lost)
         assert "was not ready within 0 s" in world.lost[0]
-        world.trainer.start = replace(world.trainer.start, base=base)
+        (tmp_path / name).write_bytes(b"x")
+        world.trainer.start = replace(world.trainer.start, base=tmp_path / "base")
         await world.until(lambda: "Ready" in world.names())
 
 
@@ -291,3 +292,50 @@ async def test_stopping_while_the_trainer_starts_does_not_wait_for_it(tmp_path):
         assert await ended(world.trainer.stop(NEVER)) is False
         await ended(running)
     assert not isinstance(world.trainer.ready, Ready) and NothingDone not in map(type, world.said)
+
+
+async def test_a_gpu_that_was_found_once_is_asked_for_by_name_so_that_the_cpu_never_takes_over(tmp_path):
+    program = """
+    end.send(Ready(start.device, 1, 1, on_gpu=life == 0))
+    if life == 0:
+        sys.exit(3)
+    end.receive(None)
+    """
+    async with supervised(tmp_path, program) as (world, _):
+        world.trainer.start = replace(world.trainer.start, device="auto")
+        await world.until(lambda: world.names().count("Ready") == 2)
+        assert [m.device for m in world.said if isinstance(m, Ready)] == ["auto", "cuda"]
+
+
+async def test_a_rank_that_outlives_its_trainer_is_killed_with_it(tmp_path):
+    program = """
+    import subprocess
+    rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+    end.send(Ready(str(rank.pid), 1, 1)); end.receive(None); time.sleep(3600)
+    """
+    async with supervised(tmp_path, program) as (world, running):
+        await world.until(lambda: "Ready" in world.names())
+        rank = int(next(m.device for m in world.said if isinstance(m, Ready)))
+        await ended(world.trainer.stop(0.1))
+        await ended(running)
+    await until(lambda: not alive(rank), "it is gone with the trainer")
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def test_a_trainer_that_cannot_be_killed_ends_the_peer_with_the_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr(link_module, "KILLED_SECONDS", 0.2)
+    with monkeypatch.context() as m:
+        m.setattr(TrainerLink, "kill", lambda self, why="": None)  # as if the kernel waited for a device
+        hang = "import socket; socket.socket(fileno=a.fd).shutdown(socket.SHUT_RDWR); time.sleep(3600)"
+        world = World(tmp_path, hang, None)
+        with pytest.raises(TrainerDied, match="cannot be ended"):
+            await ended(world.trainer.run(), 60)
+    assert world.trainer.link is not None
+    world.trainer.link.kill()
+    await world.trainer.link.stop()
