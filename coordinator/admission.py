@@ -23,6 +23,7 @@ from protocol.ids import PeerKey, RunId
 from protocol.invite import MAX_CODE, check_code
 from protocol.message_codec import KeySigner, MessageDecoder
 from protocol.messages import CLOCK_TOLERANCE, MAX_NAME, Admission, Signed
+from protocol.plain_text import is_plain
 from protocol.proof_of_work import is_proof
 from protocol.spec import AdmissionSpec, RunSpec
 from protocol.units import duration
@@ -81,7 +82,7 @@ def open_request(sent: bytes) -> AdmissionRequest:
     except DecodeError:
         raise MalformedError("the payload of an admit request does not parse") from None
     name = body.name.strip()
-    if len(name.encode()) > MAX_NAME or not name.isprintable():
+    if len(name.encode()) > MAX_NAME or not is_plain(name):
         raise MalformedError(f"a name is at most {MAX_NAME} bytes of printable text: choose a shorter one")
     check_code(body.code)
     protocol = bounded("protocol", body.protocol, MAX_PROTOCOL)

@@ -10,6 +10,7 @@ from google.protobuf.message import DecodeError, Message
 
 from protocol.errors import MalformedError
 from protocol.ids import MAX_COUNT
+from protocol.plain_text import is_plain
 
 M = TypeVar("M", bound=Message)
 
@@ -36,8 +37,8 @@ def rate(what: str, value: float) -> float:
 
 
 def text(what: str, value: str, top: int) -> str:
-    """Return the value, if it is printable and has at most `top` bytes in UTF-8."""
-    if len(value.encode()) > top or not value.isprintable():
+    """Return the value, if it is plain and has at most `top` bytes in UTF-8."""
+    if len(value.encode()) > top or not is_plain(value):
         raise MalformedError(f"{what} is longer than {top} bytes or not printable")
     return value
 

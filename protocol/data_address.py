@@ -12,6 +12,7 @@ import ipaddress
 import re
 
 from protocol.errors import SpecError
+from protocol.plain_text import is_plain
 
 _CODE = r"%(?!2[ef35]|3f|5c|[01]|7f)[0-9a-f]{2}"  # no code of . / # % ? \ or of a control character
 _PATH = rf"(?P<path>(?:/(?:[\w.~!$&'()*+,;=-]|(?i:{_CODE}))*)*)"
@@ -73,7 +74,7 @@ def public_url(address: str) -> str | None:
 def _parse(address: str) -> tuple[str, re.Match[str]]:
     protocol, _, remaining = address.partition("://") if "://" in address else ("file", "", address)
     form = _FORMS.get(protocol)
-    found = re.fullmatch(form, remaining, re.ASCII) if form is not None and address.isprintable() else None
+    found = re.fullmatch(form, remaining, re.ASCII) if form is not None and is_plain(address) else None
     port = int(found.groupdict().get("port") or 80) if found is not None else 0
     if found is None or ".." in remaining.split("/") or port not in WEB_PORTS:
         raise SpecError(

@@ -13,6 +13,7 @@ from typing import Literal
 from protocol.errors import MalformedError
 from protocol.ids import Digest, sha256
 from protocol.merkle import CHUNK, MAX_BLOB
+from protocol.plain_text import is_plain
 
 ValueKind = Literal["F32", "BF16", "U8"]
 """The values of a tensor in a file, in safetensors' words."""
@@ -188,7 +189,7 @@ class Layout:
 def _check_tensor(t: TensorShape) -> None:
     name = _utf8(t.name)
     # The name "__metadata__" means something else in safetensors.
-    if not 1 <= len(name) <= MAX_TENSOR_NAME or not t.name.isprintable() or t.name == "__metadata__":
+    if not 1 <= len(name) <= MAX_TENSOR_NAME or not is_plain(t.name) or t.name == "__metadata__":
         raise MalformedError(
             f"{t.name[:80]!r} is not the name of a tensor: want 1 to {MAX_TENSOR_NAME} printable bytes"
         )

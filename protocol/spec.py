@@ -33,6 +33,7 @@ from protocol.ids import Digest, PeerKey, RunId
 from protocol.layout import MAX_DIMENSIONS, MAX_TENSOR_NAME, MAX_TENSORS, RESERVED, Layout, TensorShape, ValueKind
 from protocol.merkle import MAX_BLOB, blob_digest
 from protocol.messages import MAX_CONTRIBUTORS
+from protocol.plain_text import is_plain
 from protocol.proof_of_work import MAX_WORK_BITS
 from protocol.strict_json import read_json
 from protocol.version import MAX_PROTOCOL, PROTOCOL, check_spoken
@@ -52,7 +53,7 @@ MAX_PROBLEMS_SHOWN = 20
 
 
 def _data_address(text: str) -> str:
-    if not text.isprintable():
+    if not is_plain(text):
         raise ValueError(f"has characters that cannot be shown: {text[:60]!r}")
     try:
         check_address(text)
@@ -217,7 +218,7 @@ def _check_plain(value: Any, field: str, depth: int = 0) -> None:
     elif isinstance(value, str):
         if any("\ud800" <= c <= "\udfff" for c in value):
             raise ValueError(f"{field[:-1]} is not Unicode text")
-        if not value.isprintable():  # transformers quotes it in warnings, which terminals show
+        if not is_plain(value):  # transformers quotes it in warnings, which terminals show
             raise ValueError(f"{field[:-1]} is not printable text")
     elif isinstance(value, int):
         if abs(value) > MAX_INT:
@@ -234,7 +235,7 @@ def _check_plain(value: Any, field: str, depth: int = 0) -> None:
 
 def _check_field(key: Any, value: Any, field: str, depth: int) -> None:
     """Raise ValueError for a field of a config, or of a sub-config (`depth`), that no language model needs."""
-    if not isinstance(key, str) or not key.isprintable() or len(key) > 128:
+    if not isinstance(key, str) or not is_plain(key) or len(key) > 128:
         raise ValueError(f"{field}{key!r:.60} is not a field's name: want printable text")
     if key == "auto_map" or (key == "trust_remote_code" and value):
         raise ValueError(f"{field}{key}: models that bring their own code are not accepted: remove it")

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from coordinator.authoring.toml_file import read_tables
 from coordinator.checkpoints.retention import RetentionPolicy
 from coordinator.errors import CoordinatorError
+from protocol.plain_text import is_plain
 from protocol.spec import explain
 
 FILE = "coordinator.toml"
@@ -34,7 +35,7 @@ Count = Annotated[int, Field(ge=0, le=10**9)]
 
 
 def _one_line(text: str) -> str:
-    if not text.isprintable():
+    if not is_plain(text):
         raise ValueError("must be printable text on one line")
     return text
 

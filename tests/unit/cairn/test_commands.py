@@ -126,6 +126,6 @@ def test_a_home_of_another_user_is_said_before_anything_is_read(tmp_path, monkey
     monkeypatch.delenv("CAIRN_HOME", raising=False)
     access = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: str(path) != str(home) and access(path, mode))
-    for command in (["account", "show"], ["peer", "pause"], ["peer", "key"]):
+    for command in (["account", "new"], ["peer", "pause"], ["peer", "key"]):
         said = CliRunner().invoke(main, command)
         assert said.exit_code == 2 and f"{home} belongs to another user" in said.output, command

@@ -30,10 +30,11 @@ from protocol.layout import (
     is_outer_tensor,
 )
 from protocol.merkle import CHUNK, MAX_BLOB
+from protocol.plain_text import is_plain
 from tests.support.long_cases import long_cases
 from tests.support.specs import tiny_spec
 
-NAMES = st.text(min_size=1, max_size=20).filter(lambda n: n.isprintable() and n != "__metadata__")
+NAMES = st.text(min_size=1, max_size=20).filter(lambda n: is_plain(n) and n != "__metadata__")
 SHAPES = st.lists(st.integers(1, 9), max_size=4).map(tuple)
 LAYOUTS = st.dictionaries(NAMES, SHAPES, min_size=1, max_size=8).map(Layout.of)
 

@@ -19,6 +19,7 @@ from protocol.layout import MAX_NUMEL, MOMENTUM
 from protocol.ledger.credits import CreditRule
 from protocol.merkle import blob_digest
 from protocol.messages import MAX_CONTRIBUTORS
+from protocol.plain_text import is_plain
 from protocol.rounds.policy import RoundPolicy
 from protocol.spec import (
     KIND,
@@ -77,10 +78,10 @@ PLAIN = (
     | st.booleans()
     | st.integers(-MAX_COUNT + 1, MAX_COUNT - 1)
     | FLOATS
-    | st.text(max_size=20).filter(str.isprintable)
+    | st.text(max_size=20).filter(is_plain)
 )
 CONFIGS = st.dictionaries(
-    st.text(max_size=8).filter(lambda k: k.isprintable() and k not in ("model_type", "auto_map")),
+    st.text(max_size=8).filter(lambda k: is_plain(k) and k not in ("model_type", "auto_map")),
     PLAIN | st.lists(PLAIN, max_size=3),
     max_size=4,
 )
