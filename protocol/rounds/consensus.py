@@ -376,7 +376,7 @@ class Consensus:
         if count < 2 or self._contradicted == round_.parent or self._headers_compared == count:
             return None
         self._headers_compared = count
-        vouched = round_.contradicting_state()
+        vouched = round_.contradicting_state(self._present())
         if vouched is not None:
             self._contradicted = round_.parent
         return vouched
@@ -420,7 +420,7 @@ class Consensus:
         listed = exchange.listable()
         if attempt >= 1:
             listed = [h for h in listed if h.author == context.me or self._answers(round_, exchange, h.author, attempt)]
-            listed = [h for h in listed if h.author == context.me or h.body.blob not in round_.disputed]
+            listed = round_.without_disputed(listed, context.me)
         reports, decisions = context.reports.to_include(round_.parent)
         convicted = {d.author for d in decisions if d.convicted}
         listed = self._without_surplus_silent(round_, [h for h in listed if h.author not in convicted])
@@ -537,17 +537,22 @@ class Consensus:
     def is_supported(self, parent: Digest, signers: set[PeerKey]) -> bool:
         """Return whether a record that these keys back has support.
 
-        Their stake at the parent is more than that of the other members that take part. While nobody of them has
+        Their stake at the parent is more than that of the others that take part, we included. While nobody of them has
         stake, they are most of those that announced.
         """
         context, round_ = self._context, self.round
-        others = {m.key for m in context.members if m.takes_part}
-        decided = is_majority(context.chain.stakes(parent), signers, others)
+        decided = is_majority(context.chain.stakes(parent), signers, self._present())
         if decided is not None:
             return decided
         is_open = round_ is not None and round_.parent == parent
         announced = {h.author for h in self._believed(round_)} if is_open and round_ is not None else set()
         return 2 * len(signers) > len(announced | signers)
+
+    def _present(self) -> set[PeerKey]:
+        """Return the keys that take part in rounds, ours too unless we only follow."""
+        context = self._context
+        us = set() if context.observer or context.is_resting or not self._sync.joined else {context.me}
+        return us | {m.key for m in context.members if m.takes_part}
 
     def is_patience_over(self, parent: Digest, arrived: float) -> bool:
         """Return whether a record without support that came at `arrived` may be followed: nothing better has come.

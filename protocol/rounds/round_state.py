@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from math import log
 from types import MappingProxyType
@@ -13,6 +13,7 @@ from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey, Round, sha256
 from protocol.messages import MAX_ATTEMPT, RoundRecord, Signed, UpdateHeader, Vote
 from protocol.rounds.policy import RoundPolicy
+from protocol.stake import is_majority
 
 RECORDS_PER_AUTHOR = 4
 MAX_RECORDS = 64
@@ -120,6 +121,8 @@ class RoundState:
 
         self.disputed: set[Digest] = set()
         """Blobs that a second author claimed: which of the two copied is not known for certain."""
+
+        self._disputers: set[PeerKey] = set()
 
         self.excluded: set[PeerKey] = set()
         """Authors that no record of ours lists: of an invalid blob or two headers, banned or barred."""
@@ -243,16 +246,31 @@ class RoundState:
     def claimed_by_another(self, header: Signed[UpdateHeader], *, listed: bool) -> PeerKey | None:
         """Return the other author that announced the blob of a new header before: the first claim counts.
 
-        A claim that only a record lists gives way to one that came by itself: its header is forgotten here.
+        A claim that only a record lists gives way to one that came by itself: its header is forgotten here. A second
+        claim makes the blob disputed: one blob for each author, and none of an author with stake by one without. Or
+        else a single key would dispute the updates of all.
         """
-        blob, claimant = header.body.blob, self.claimants.get(header.body.blob)
-        if claimant is None or claimant == header.author:
+        blob, author, claimant = header.body.blob, header.author, self.claimants.get(header.body.blob)
+        if claimant is None or claimant == author:
             return None
-        if listed or claimant in self.direct_authors:
+        if not listed and claimant not in self.direct_authors:
+            self._forget_header(claimant)
+            return None
+        weaker = self._stakes.get(claimant, 0) > 0 and not self._stakes.get(author, 0)
+        if not weaker and blob not in self.disputed and author not in self._disputers:
+            self._disputers.add(author)
             self.disputed.add(blob)
-            return claimant
-        self._forget_header(claimant)
-        return None
+        return claimant
+
+    def without_disputed(self, listed: Sequence[Signed[UpdateHeader]], me: PeerKey) -> list[Signed[UpdateHeader]]:
+        """Return the updates that nobody disputes, and our own; all if a third of the stake or more is disputed.
+
+        While nobody of them has stake, a third of the updates.
+        """
+        left = [h for h in listed if h.author == me or h.body.blob not in self.disputed]
+        stake = sum(self._stakes.get(h.author, 0) for h in listed)
+        kept = sum(self._stakes.get(h.author, 0) for h in left) if stake else len(left)
+        return left if 3 * kept > 2 * (stake or len(listed)) else list(listed)
 
     def contradicts(self, listed: Signed[UpdateHeader]) -> bool:
         """Return whether a header of a record contradicts one that came by itself, or the first claim of its blob."""
@@ -292,11 +310,19 @@ class RoundState:
             self._order = proposer_order(self._seed, ready, self._stakes, self._recent)
         return self._order
 
-    def contradicting_state(self) -> Digest | None:
-        """Return the base state that more than two thirds of the headers name, if it is not ours."""
-        counts = Counter(h.body.base_state for h in self.headers.values())
-        for state, count in counts.items():
-            if state != self.state and count * 3 > len(self.headers) * 2:
+    def contradicting_state(self, present: set[PeerKey]) -> Digest | None:
+        """Return another base state than ours if authors name it that have more stake than the others `present`.
+
+        While nobody has stake, they must be more than two thirds. To load a state takes minutes, so that not two keys
+        that cost nothing may have everybody do it.
+        """
+        authors: dict[Digest, set[PeerKey]] = {}
+        for author in self.direct_authors:
+            authors.setdefault(self.headers[author].body.base_state, set()).add(author)
+        everybody = present | self.direct_authors
+        for state, named in authors.items():
+            decided = is_majority(self._stakes, named, everybody)
+            if state != self.state and (3 * len(named) > 2 * len(everybody) if decided is None else decided):
                 return state
         return None
 

@@ -406,6 +406,30 @@ class SybilLister(Attacker):
             self.broadcast(self.signer.sign(made.record.body))
 
 
+class Drifter(FrontRunner):
+    """Announces in each round, by spare keys, updates of a state that nobody has, and certifies the round alone."""
+
+    def __init__(self, *args, spare: int = 2, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.spare = spare
+
+    def act(self) -> None:
+        if (head := self.new_front()) is None:
+            return
+        [made] = self.branch(head, 1, [n.key for n in self.allies])
+        for key in self.spare_keys(self.spare):
+            first = self.next_window(key, head)
+            body = replace(
+                made.record.body.updates[0].body, base_state=Digest(sha256(b"no such state")), first_window=first,
+                rebase_window=first, end_window=first + 1, blob=Digest(sha256(b"none", head, key)),
+            )  # fmt: skip
+            header = FakeSigner(key).sign(body)
+            for node in self.world.nodes:
+                if node is not self and node.alive:
+                    self.world.network.send(self.index, node.index, node.hear, header)
+        self.world.clock.after(1.0, self.tell, [made])
+
+
 Make = Callable[..., Attacker]
 """An attacker's class, or a `functools.partial` of one."""
 

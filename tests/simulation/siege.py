@@ -29,8 +29,9 @@ class Siege:
     def __init__(
         self, attackers: Sequence[Make], *, honest: int = 4, seed: int = 1, begins: float = 40.0,
         seconds: float = 80.0, finals: int | None = None, audits: bool = False,
-        share_of_lost_checks: float = 0.0, **policy,
+        share_of_lost_checks: float = 0.0, speeds: Sequence[float] = (), **policy,
     ):  # fmt: skip
+        """Make it. `speeds`: of all peers in order, the attackers last; 2.0 for each by default."""
         peers = honest + len(attackers)
         if audits:
             policy = {"stake": StakeRule(hold_rounds=5)} | policy  # the draw of auditors takes one of them
@@ -38,10 +39,9 @@ class Siege:
             seed, peers, Weather(delay=0.03, jitter=0.01), policy=policy_for(peers, **policy), audits=audits,
             share_of_lost_checks=share_of_lost_checks,
         )  # fmt: skip
-        for _ in range(honest):
-            self.world.add(Node, speed=2.0)
-        for make in attackers:
-            self.world.add(partial(make, begins=begins), speed=2.0)
+        makes = [*[Node] * honest, *(partial(make, begins=begins) for make in attackers)]
+        for make, speed in zip(makes, speeds or [2.0] * peers, strict=True):
+            self.world.add(make, speed=speed)
         if finals is not None:
             self.world.add(observer=True)
             self.world.clock.at(5.0, self.world.sign_finals, finals)

@@ -22,6 +22,7 @@ from protocol.stake import StakeRule
 from tests.simulation.attackers import (
     Censor,
     Deserter,
+    Drifter,
     EarlyCertifier,
     FrontRunner,
     Hurrier,
@@ -92,6 +93,20 @@ def test_records_on_the_head_whose_updates_nobody_has_delay_nobody(count, fresh,
 @pytest.mark.parametrize("honest, attackers, late", [(4, 1, False), (3, 2, False), *long_cases((4, 4, True))])
 def test_who_certifies_each_round_alone_at_once_is_not_followed(honest, attackers, late):
     check_all(Siege([partial(FrontRunner, late=late)] * attackers, honest=honest).run(), honest, attackers)
+
+
+@pytest.mark.parametrize("speeds", [(3.8, 1.0, 1.0, 1.0, 3.3), *long_cases(((3.2, 3.3, 3.5),), ((4.5, 2.0, 3.5),))])
+def test_a_third_of_the_stake_takes_no_round_though_an_honest_peer_has_more(speeds):
+    """That peer counts itself: else it follows the third, and with it all others do."""
+    damage = Siege([FrontRunner], honest=len(speeds) - 1, speeds=speeds).run()
+    check_history(damage)
+    check_share(damage, speeds[-1] / sum(speeds))
+    check_listed(damage, 0.9)
+
+
+@pytest.mark.parametrize("spare", [2, 8])
+def test_headers_that_invent_a_state_have_nobody_load_one(spare):
+    check_all(Siege([partial(Drifter, spare=spare)]).run(), 4, 1)
 
 
 @pytest.mark.parametrize("late", [True, *long_cases(False)])

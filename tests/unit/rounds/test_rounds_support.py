@@ -6,13 +6,15 @@ from dataclasses import replace
 
 import pytest
 
+from protocol.chain import Chain
 from protocol.ids import Digest, Round, sha256
 from protocol.messages import Heartbeat, RoundRecord
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
+from protocol.rounds.round_state import RoundState
 from protocol.stake import StakeRule
 from tests.simulation.signer import FakeSigner, certificate
-from tests.support.rounds_bench import ME, OTHERS, POLICY, STATE, Bench
+from tests.support.rounds_bench import ME, OTHERS, POLICY, RUN, STATE, Bench
 
 FOUNDERS = OTHERS[:3]
 PATIENCE = POLICY.patience_seconds
@@ -52,6 +54,50 @@ def test_most_of_the_stake_is_followed_at_once_though_many_more_keys_announced()
     b.announce()
     b.certified(FOUNDERS[:2], FOUNDERS[:2])
     assert b.followed(1.0) is not None
+
+
+def test_our_own_stake_counts_so_that_a_third_is_no_majority_at_the_largest_peer():
+    """Without it the peer with most stake followed a minority, and with it all others did."""
+    b = Bench(policy=replace(POLICY, stake=StakeRule(12, (ME, *FOUNDERS[:2]), 10)))
+    b.beat(FOUNDERS[0])
+    b.beat(FOUNDERS[1])
+    b.announce()
+    header = b.header(FOUNDERS[0])
+    b.hold(header)
+    b.step(ev.CertificateReceived(certificate(b.record(FOUNDERS[0], [header]), FOUNDERS[:1]), FOUNDERS[0]))
+    b.step(ev.Tick(), b.now + 1.0)
+    assert not b.of(do.ApplyRecord)
+
+
+@pytest.mark.parametrize("authors, reloaded", [(OTHERS[10:18], False), (FOUNDERS[:1], False), (FOUNDERS[:2], True)])
+def test_only_most_of_the_stake_has_us_load_another_state(authors, reloaded):
+    b, told = Founded(), []
+    for key in authors:
+        b.step(ev.MessageReceived(b.header(key, base_state=Digest(sha256(b"other state")))))
+        told += [notice.kind for notice in b.of(do.Notice)]
+    assert ("drift" in told) is reloaded
+
+
+def test_keys_without_stake_dispute_no_update_of_those_with_stake_and_others_one_each():
+    policy = replace(POLICY, stake=StakeRule(12, tuple(FOUNDERS), 10))
+    chain = Chain(RUN, STATE, policy.chain_limits)
+    round_ = RoundState(POLICY, chain, chain.genesis, STATE, 0.0)
+    b = Bench()
+    headers = [b.header(key) for key in (*FOUNDERS, OTHERS[5])]
+    for header in headers:
+        assert round_.add_header(header, 0.0, lambda key: True)
+
+    def copied(by) -> None:
+        for header in headers:
+            copy = b.header(by, blob=header.body.blob)
+            assert by == header.author or round_.claimed_by_another(copy, listed=False) == header.author
+
+    copied(OTHERS[11])
+    assert round_.disputed == {headers[3].body.blob}, "without stake, and the first of its kind"
+    assert [h.author for h in round_.without_disputed(headers, ME)] == FOUNDERS
+    copied(FOUNDERS[2])
+    assert len(round_.disputed) == 2
+    assert round_.without_disputed(headers, ME) == headers, "a third of the stake is too much to leave out"
 
 
 def test_keys_without_stake_are_held_back_for_the_patience_however_many_and_with_the_largest_claims():
