@@ -71,7 +71,7 @@ class AuditRule:
     auditors: int = 3
     """Keys that may report on an update: two of them convict, if a jury confirms it."""
     jury: int = 64
-    """Seats of the jury that decides what two auditors say. If no more keys have stake, all of them are the jury."""
+    """Seats of the jury that decides what two auditors say: see `draw_jury`."""
     bar_rounds: int = 64
     """Rounds for which the first conviction bars a key."""
     owner: PeerKey | None = None
@@ -228,21 +228,36 @@ def first_auditors(
     return found
 
 
-def draw_jury(seed: bytes, author: PeerKey, stakes: Mapping[PeerKey, int], rule: AuditRule) -> dict[PeerKey, int]:
-    """Return the keys that confirm or refute what the auditors of an update say, and the votes of each.
+class Jury(NamedTuple):
+    """The keys that confirm or refute what the auditors of an update say, with the votes of each."""
 
-    If no more than `rule.jury` keys have stake, all of them are the jury, and their votes are their stake. Otherwise
-    the jury has that many seats, each drawn by stake from all, and a key has as many votes as seats. So a coalition has
-    its share of the votes, however many keys it has.
+    votes: Mapping[PeerKey, int]
+    needed: int
+    """Votes that decide."""
+
+
+def draw_jury(seed: bytes, author: PeerKey, stakes: Mapping[PeerKey, int], rule: AuditRule) -> Jury:
+    """Return the jury of an update.
+
+    The `rule.jury` keys with the most stake are the jury if they have 7/8 of it, or are all that have any. Their votes
+    are their stake, and more than half of *all* stake decides. Otherwise the jury has that many seats, each drawn by
+    stake from all, and a key has as many votes as seats. So a coalition has its share of the votes, however many keys
+    it has, and many keys with little stake make no jury a sample.
+
+    A sample decides with more than two thirds of its seats. A third of the stake has so many in 1 of 10^8 draws, and
+    more than half of them in 1 of 500: each update draws anew, and who decides may take the stake of all who disagree.
 
     Auditors and the author are drawn like all others. The author has no say, but its votes count. Otherwise liars with
     less than half of all stake could have more than half of the rest, and convict the honest.
     """
     keys = sorted(key for key in stakes if stakes[key] > 0)
-    if len(keys) <= rule.jury:
-        return {key: stakes[key] for key in keys}
+    largest = sorted(keys, key=lambda key: -stakes[key])[: rule.jury]
+    total = sum(stakes[key] for key in keys)
+    if 8 * sum(stakes[key] for key in largest) >= 7 * total:
+        return Jury({key: stakes[key] for key in sorted(largest)}, total // 2 + 1)
     sums, name = list(accumulate(stakes[key] for key in keys)), b"cairn/v1/jury" + seed + author
-    return dict(Counter(keys[bisect_right(sums, _drawn(name, seat) % sums[-1])] for seat in range(rule.jury)))
+    seats = Counter(keys[bisect_right(sums, _drawn(name, seat) % total)] for seat in range(rule.jury))
+    return Jury(seats, 2 * rule.jury // 3 + 1)
 
 
 def draw_by_stake(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 
-from protocol.audits import AuditRule, AuditSeeds, audit_seed
+from protocol.audits import AuditRule, AuditSeeds, Jury, audit_seed
 from protocol.ids import Digest, PeerKey
 from protocol.messages import AuditCheck, AuditDecision, Certificate, RoundRecord, Signed, UpdateHeader, WorkReport
 from protocol.record_node import RecordNode
@@ -50,7 +50,7 @@ class _AuditedUpdate:
         return key == self.rule.owner or self.stakes.get(key, 0) > 0
 
     @cached_property
-    def _drawn(self) -> tuple[set[PeerKey], dict[PeerKey, int]]:
+    def _drawn(self) -> tuple[set[PeerKey], Jury]:
         return drawn_reporters(self.seed, self.update, self.stakes, self.rule)
 
     @property
@@ -58,8 +58,7 @@ class _AuditedUpdate:
         return self._drawn[0]
 
     @property
-    def jury(self) -> dict[PeerKey, int]:
-        """The jury, with the votes of each."""
+    def jury(self) -> Jury:
         return self._drawn[1]
 
     @property
@@ -117,9 +116,9 @@ class CarriedReports:
             return DECIDED
         if author == audited.update.author:
             return "its author is the update's"
-        if not audited.may_report(author) or (author not in audited.auditors and author not in audited.jury):
+        if not audited.may_report(author) or (author not in audited.auditors and author not in audited.jury.votes):
             return f"{author.short} was not drawn to report on its update"
-        if audited.is_decided and (check != "replay" or author not in audited.jury):
+        if audited.is_decided and (check != "replay" or author not in audited.jury.votes):
             return DECIDED
         if author not in audited.auditors and not audited.is_accused:
             return "a juror reports when records carry two accusations"
@@ -160,7 +159,7 @@ class CarriedReports:
     def jury_of(self, report: Signed[WorkReport]) -> Collection[PeerKey]:
         """Return the jury of a report's update, while it has a case to judge; else nobody."""
         audited = self._audited(report)
-        return audited.jury.keys() if audited is not None and audited.is_accused and not audited.is_closed else ()
+        return audited.jury.votes.keys() if audited is not None and audited.is_accused and not audited.is_closed else ()
 
     def is_decided(self, record: Digest, update: Digest) -> bool:
         """Return whether the branch carries a decision about an update, or a later conviction of its author."""

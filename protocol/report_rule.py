@@ -1,9 +1,8 @@
 """The rule by which work reports convict the author of an update, or cost their own authors the stake. Pure.
 
-Two failed replays by different auditors accuse. More than half of a jury's votes convict, with failed replays of
-their own; as many with passed ones acquit. All present keys with stake are the jury, and vote with it; of more than 64
-keys, 64 seats are drawn. Loss checks choose what is replayed and decide nothing. A replay that says the opposite of
-what more than half of a jury's votes clearly say costs its author the stake: that keeps auditors honest. Numbers close
+Two failed replays by different auditors accuse. Most of a jury's votes (`Jury.needed`) convict, with failed replays of
+their own; as many with passed ones acquit. Loss checks choose what is replayed and decide nothing. A replay that says
+the opposite of what so many votes clearly say costs its author the stake: that keeps auditors honest. Numbers close
 to a threshold say nothing clearly. Devices round differently, and an author could aim between two kinds of them.
 Jurors may go on to report after a decision, until the votes suffice: no minority decides by its numbers whose stake is
 lost.
@@ -13,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from protocol.audits import AuditRule, draw_auditors, draw_jury
+from protocol.audits import AuditRule, Jury, draw_auditors, draw_jury
 from protocol.ids import PeerKey
 from protocol.messages import AuditDecision, Certificate, Score, Signed, UpdateHeader, WorkReport
 
@@ -29,8 +28,8 @@ Measured for 12 updates on the five machines of `benchmarks.adversaries.honest`.
 
 def drawn_reporters(
     seed: bytes, update: Signed[UpdateHeader], stakes: Mapping[PeerKey, int], rule: AuditRule
-) -> tuple[set[PeerKey], dict[PeerKey, int]]:
-    """Return the auditors of an update, with the owner, and its jury with their votes.
+) -> tuple[set[PeerKey], Jury]:
+    """Return the auditors of an update, with the owner, and its jury.
 
     `seed`: the one that drew its audit.
     """
@@ -82,14 +81,14 @@ def decide(
     on_update = [r for r in reports if (r.body.record, r.body.round, r.body.update) == name]
     if len(accusers(on_update, auditors)) < ACCUSERS:
         return None
-    results = _replays(on_update, {*auditors, *jury} - {author})
-    total = sum(jury.values())
+    votes = jury.votes
+    results = _replays(on_update, {*auditors, *votes} - {author})
     for passed in (True, False):
-        agreeing = {key: jury[key] for key, replay in results.items() if key in jury and replay.passed is passed}
-        if 2 * sum(agreeing.values()) > total:
-            clear = sum(votes for key, votes in agreeing.items() if not is_narrow(results[key].scores))
+        agreeing = {key: votes[key] for key, replay in results.items() if key in votes and replay.passed is passed}
+        if sum(agreeing.values()) >= jury.needed:
+            clear = sum(n for key, n in agreeing.items() if not is_narrow(results[key].scores))
             opposite = (key for key, replay in results.items() if replay.passed is not passed)
-            refuted = tuple(sorted(opposite)) if 2 * clear > total else ()
+            refuted = tuple(sorted(opposite)) if clear >= jury.needed else ()
             if is_decided and not refuted:
                 return None
             return AuditDecision(digest, author, not passed and not is_decided, refuted)
@@ -97,16 +96,15 @@ def decide(
 
 
 def may_refute(
-    decision: AuditDecision, reports: Iterable[Signed[WorkReport]], jury: Mapping[PeerKey, int],
-    stakes: Mapping[PeerKey, int],
-) -> bool:  # fmt: skip
+    decision: AuditDecision, reports: Iterable[Signed[WorkReport]], jury: Jury, stakes: Mapping[PeerKey, int]
+) -> bool:
     """Return whether jurors' votes may yet cost anybody the stake who reported the opposite of a decision.
 
     `reports`: those by auditors and jurors on the update, in their order. Somebody among them must have stake to lose,
-    and more than half of all votes must be clear, or not cast yet.
+    and the votes that are clear or not cast yet must suffice.
     """
     results = _replays(reports := tuple(reports), {r.author for r in reports})
     opposite = {key for key, replay in results.items() if replay.passed is decision.convicted}
     narrow = {key for key, replay in results.items() if is_narrow(replay.scores)}
-    left = sum(votes for key, votes in jury.items() if key not in opposite | narrow and key != decision.author)
-    return any(stakes.get(key, 0) for key in opposite) and 2 * left > sum(jury.values())
+    left = sum(votes for key, votes in jury.votes.items() if key not in opposite | narrow and key != decision.author)
+    return any(stakes.get(key, 0) for key in opposite) and left >= jury.needed

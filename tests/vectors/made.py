@@ -16,7 +16,7 @@ from torch import Tensor
 
 from protocol import vrf
 from protocol.assignment import windows_of
-from protocol.audits import AuditRule, AuditSeeds, draw_auditors, draw_by_stake, draw_jury, due_audits
+from protocol.audits import AuditRule, AuditSeeds, Jury, draw_auditors, draw_by_stake, draw_jury, due_audits
 from protocol.chain import Chain, ChainLimits, genesis_digest
 from protocol.codec import Codec, make_codec
 from protocol.codec.bits import pack
@@ -703,8 +703,9 @@ def _decision(name: int) -> dict[str, Any]:
     return {"seed": seed.hex(), "reports": rows, "decisions": said}
 
 
-def _votes(authors: Sequence[PeerKey], jury: Mapping[PeerKey, int]) -> list[int]:
-    return [jury.get(key, 0) for key in authors]
+def _votes(authors: Sequence[PeerKey], jury: Jury) -> list[int]:
+    """Return the votes of each author, and last how many decide."""
+    return [*(jury.votes.get(key, 0) for key in authors), jury.needed]
 
 
 def windows() -> dict[str, Any]:

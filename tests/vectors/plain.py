@@ -368,38 +368,41 @@ def draw_by_stake(seed: bytes, stakes: dict[bytes, int], count: int) -> list[byt
     return drawn
 
 
-def jury(seed: bytes, author: bytes, stakes: dict[bytes, int], seats: int) -> dict[bytes, int]:
-    """Return the jury of an update, with the votes of each (docs/audits.md, Who audits).
+def jury(seed: bytes, author: bytes, stakes: dict[bytes, int], seats: int) -> tuple[dict[bytes, int], int]:
+    """Return the votes of an update's jury, and how many of them decide (docs/audits.md, Who audits).
 
     `seed`: that of the record after the update's own.
     """
     able = sorted(key for key, stake in stakes.items() if stake)
-    if len(able) <= seats:
-        return {key: stakes[key] for key in able}
+    most = sorted((-stakes[key], key) for key in able)[:seats]
+    if sum(-stake for stake, _ in most) >= Fraction(7, 8) * sum(stakes.values()):
+        half = Fraction(sum(stakes.values()), 2)
+        return {key: -stake for stake, key in most}, math.floor(half) + 1
     votes = dict.fromkeys(able, 0)
     for seat in range(seats):
         number = int.from_bytes(sha256(b"cairn/v1/jury", seed, author, struct.pack("<I", seat)), "little")
         number %= sum(stakes.values())
         ends = [sum(stakes[key] for key in able[: i + 1]) for i in range(len(able))]
         votes[able[next(i for i, end in enumerate(ends) if number < end)]] += 1
-    return votes
+    return votes, math.floor(Fraction(2 * seats, 3)) + 1
 
 
 def decision(
-    auditors: Sequence[bytes], votes: dict[bytes, int], reports: Sequence[tuple[bytes, str, list[list[float]]]],
-    is_second: bool,
+    auditors: Sequence[bytes], votes: dict[bytes, int], needed: int,
+    reports: Sequence[tuple[bytes, str, list[list[float]]]], is_second: bool,
 ) -> tuple[bool, list[bytes]] | None:  # fmt: skip
     """Return whether a jury convicts, and whom it refutes; None if it states nothing (docs/audits.md, What convicts).
 
-    `votes`: the jury's. `reports`: author, check, and each score's value and threshold, in the order of the chain.
+    `votes`: the jury's, of which `needed` decide. `reports`: author, check, and scores with their thresholds, in the
+    order of the chain.
     """
     margins = _margins(reports, {*auditors, *votes})
     if sum(author in auditors and margin < 0 for author, margin in margins.items()) < 2:
         return None
     for convicts in (False, True):
         agreeing = [a for a, margin in margins.items() if (margin < 0) is convicts and a in votes]
-        if 2 * sum(votes[a] for a in agreeing) > sum(votes.values()):
-            is_clear = 2 * sum(votes[a] for a in agreeing if abs(margins[a]) >= 0.015) > sum(votes.values())
+        if sum(votes[a] for a in agreeing) >= needed:
+            is_clear = sum(votes[a] for a in agreeing if abs(margins[a]) >= 0.015) >= needed
             refuted = sorted(a for a, margin in margins.items() if (margin < 0) is not convicts) if is_clear else []
             return None if is_second and not refuted else (convicts and not is_second, refuted)
     return None
@@ -414,7 +417,7 @@ def _margins(reports: Sequence[tuple[bytes, str, list[list[float]]]], drawn: Col
 
 
 def may_refute(
-    convicted: bool, author: bytes, votes: dict[bytes, int], stakes: dict[bytes, int],
+    convicted: bool, author: bytes, votes: dict[bytes, int], needed: int, stakes: dict[bytes, int],
     reports: Sequence[tuple[bytes, str, list[list[float]]]],
 ) -> bool:  # fmt: skip
     """Return whether a second decision may follow one that refutes nobody (docs/audits.md, What convicts)."""
@@ -422,7 +425,7 @@ def may_refute(
     opposite = {key for key, margin in margins.items() if (margin < 0) is not convicted}
     close = {key for key, margin in margins.items() if abs(margin) < 0.015}
     left = sum(n for key, n in votes.items() if key not in {*opposite, *close, author})
-    return any(stakes.get(key) for key in opposite) and 2 * left > sum(votes.values())
+    return any(stakes.get(key) for key in opposite) and left >= needed
 
 
 def due_checks(seed: bytes, updates: Sequence[tuple[bytes, int, int]]) -> list[str | None]:

@@ -385,8 +385,8 @@ def test_the_checks_that_are_due_and_who_makes_them():
             drawn = plain.draw_by_stake(b"cairn/v1/auditors" + seed + author, others, 3)
             assert [authors.index(key) for key in drawn] == auditors
             for votes, seats in zip(juries, (64, 2), strict=True):
-                jury = plain.jury(seed, author, stakes, seats)
-                assert [jury.get(key, 0) for key in authors] == votes
+                jury, needed = plain.jury(seed, author, stakes, seats)
+                assert [*(jury.get(key, 0) for key in authors), needed] == votes
 
 
 def test_the_decisions_that_follow_from_reports():
@@ -397,14 +397,14 @@ def test_the_decisions_that_follow_from_reports():
     for case in vectors["cases"]:
         seed = bytes.fromhex(case["seed"])
         auditors = plain.draw_by_stake(b"cairn/v1/auditors" + seed + authors[0], others, 3)
-        votes = plain.jury(seed, authors[0], stakes, 64)
+        votes, needed = plain.jury(seed, authors[0], stakes, 64)
         reports = [(authors[r["by"]], r["check"], r["scores"]) for r in case["reports"]]
         said: list[dict[str, Any]] = []
         for n in range(1, len(reports) + 1):
-            found = plain.decision(auditors, votes, reports[:n], bool(said))
+            found = plain.decision(auditors, votes, needed, reports[:n], bool(said))
             if found is not None:
                 refuted = [authors.index(key) for key in found[1]]
-                is_open = not refuted and plain.may_refute(found[0], authors[0], votes, stakes, reports[:n])
+                is_open = not refuted and plain.may_refute(found[0], authors[0], votes, needed, stakes, reports[:n])
                 said.append({"reports": n, "convicted": found[0], "refuted": refuted, "open": is_open})
         assert said == case["decisions"]
         seen.add(tuple((d["convicted"], bool(d["refuted"]), d["open"]) for d in said))

@@ -259,7 +259,7 @@ async def ping(protocol: Any, peer: PeerID) -> Any | None:
 
 
 @dataclass(frozen=True)
-class Answer:
+class NodeAnswer:
     """A node's answer: its id, the nodes near the key that it names, and its packed dictionary, or nothing."""
 
     node_id: DHTID
@@ -267,7 +267,7 @@ class Answer:
     packed: bytes
 
 
-def read_answer(answer: Any) -> Answer:
+def read_answer(answer: Any) -> NodeAnswer:
     """Read the answer to `rpc_find` of one key. Raises MalformedError."""
     if len(answer.results) != 1:
         raise MalformedError(f"it has {len(answer.results)} results for one key")
@@ -275,7 +275,7 @@ def read_answer(answer: Any) -> Answer:
     packed = result.value if result.type == dht_pb2.FOUND_DICTIONARY else b""
     if len(packed) > MAX_PACKED:
         raise MalformedError(f"a dictionary of {len(packed):,} bytes: at most {MAX_PACKED:,} are accepted")
-    return Answer(node_name(answer.peer), neighbours(result), packed)
+    return NodeAnswer(node_name(answer.peer), neighbours(result), packed)
 
 
 class DhtPresence:
@@ -424,7 +424,7 @@ class DhtPresence:
             await asyncio.gather(*asking, return_exceptions=True)
         return search.asked, packed
 
-    async def _ask(self, peer: PeerID) -> Answer | None:
+    async def _ask(self, peer: PeerID) -> NodeAnswer | None:
         """Ask a node for the run's records, and note it in our table; None, with a log line, for no usable answer."""
         protocol: Any = self.node.protocol
         request = dht_pb2.FindRequest(keys=[self._name.to_bytes()], peer=protocol.node_info)

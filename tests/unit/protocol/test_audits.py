@@ -106,9 +106,24 @@ def test_auditors_and_jury_have_stake(drawn, author, stakes):
     able = {k for k, stake in stakes.items() if stake}
     assert len(set(auditors)) == len(auditors) == min(RULE.auditors, len(able - {author}))
     assert set(auditors) <= able - {author}
-    assert draw_jury(drawn, author, stakes, RULE) == {k: stakes[k] for k in able}  # of so few keys, all
+    total = sum(stakes.values())
+    whole = draw_jury(drawn, author, stakes, RULE)
+    assert whole.votes == {k: stakes[k] for k in able} and whole.needed == total // 2 + 1, "of so few keys, all"
     some = draw_jury(drawn, author, stakes, AuditRule(jury=3))
-    assert set(some) <= able and (len(able) <= 3 or sum(some.values()) == 3)
+    assert set(some.votes) <= able
+    if 8 * sum(sorted(stakes.values())[-3:]) < 7 * total:
+        assert sum(some.votes.values()) == some.needed == 3, "more than two thirds of the seats"
+    else:
+        assert some.needed == whole.needed and some.votes.items() <= whole.votes.items() and len(some.votes) <= 3
+
+
+def test_many_keys_with_little_stake_make_no_jury_a_sample():
+    few = {key(n): 1000 for n in range(12)}
+    dust = {key(f"dust {n}"): 1 for n in range(1000)}
+    jury = draw_jury(seed("next"), key(0), few | dust, RULE)
+    assert few.items() <= jury.votes.items() and jury.needed == 13_000 // 2 + 1
+    assert len(jury.votes) == RULE.jury
+    assert sum(draw_jury(seed("next"), key(0), dust, RULE).votes.values()) == RULE.jury
 
 
 def test_few_keys_have_no_more_of_a_jury_than_their_share_of_the_stake():
@@ -117,7 +132,7 @@ def test_few_keys_have_no_more_of_a_jury_than_their_share_of_the_stake():
     stakes = rich | {key(n): 1000 for n in range(255)}
     shares = []
     for n in range(300):
-        jury = draw_jury(seed(n), key(0), stakes, RULE)
+        jury = draw_jury(seed(n), key(0), stakes, RULE).votes
         assert sum(jury.values()) == 64
         shares.append(sum(jury.get(k, 0) for k in rich) / 64)
     assert 0.18 < sum(shares) / len(shares) < 0.22 and max(shares) < 0.5
