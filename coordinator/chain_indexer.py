@@ -215,6 +215,9 @@ class ChainIndexer:
 
     async def _pass(self) -> str:
         """Index what is new. Return what prevents that, if anything."""
+        # A database may lose its last commits: a replica takes over, or an older copy is restored.
+        if await self._ledger.run(lambda ledger: ledger.last()) != self._chain.posted:
+            await self.read_ledger()
         await self._finalizer.check_swarm()
         self._plausibility.update_rules(self._directives.round_policy)
         known = {c.record: c for c in self._chain.open}

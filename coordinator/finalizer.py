@@ -124,10 +124,10 @@ class Finalizer:
             return
         body = theirs.body
         rows = await self._ledger.run(lambda ledger: ledger.rounds(after=body.round - 1, limit=1))
-        if not rows or rows[0].record != body.record:
-            ours = rows[0].record.short if rows else "none"
+        # Without a row the ledger has lost its last commits just now: the next pass reads it again.
+        if rows and rows[0].record != body.record:
             raise OtherFinalizationError(
                 f"another finalization with this run's key: the swarm holds one of round {body.round}, record "
-                f"{body.record.short}, and the ledger has posted {ours}. Credits stay as they are. Stop the other "
-                "coordinator before going on"
+                f"{body.record.short}, and the ledger has posted {rows[0].record.short}. Credits stay as they are. "
+                "Stop the other coordinator before going on"
             )

@@ -127,8 +127,8 @@ class Ledger(LedgerQueries):
             raise
 
     def _current(self) -> CreditFold:
-        """Return the fold, which is read again if another process has written meanwhile."""
-        if self._fold is None or self._fold.count != self.size():
+        """Return the fold, which is read again if another process has written meanwhile, or commits were lost."""
+        if self._fold is None or (self._fold.count, self._fold.epoch) != (self.size(), self.epoch()):
             self._fold = self.read_fold(self.run)
             self._ids = {PeerKey(bytes(key)): n for n, key in self._db.query("SELECT id, peer FROM peers")}
         return self._fold

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+import sqlite3
+from contextlib import asynccontextmanager, closing
 from time import monotonic
 
 import pytest
@@ -175,6 +176,27 @@ async def test_a_lost_ledger_is_made_again_from_the_chain_and_its_finals(tmp_pat
         await until(lambda: f.posted)
         assert f.posted == (8, deep.digest)
         assert swarm.finals == [swarm.finals[0]] * len(swarm.finals)
+
+
+async def test_a_ledger_that_loses_its_last_commits_is_read_again_and_nobody_is_accused(tmp_path, caplog):
+    """As when a replica takes over, or an older dump is restored, under a coordinator that runs."""
+    swarm = FakeSwarm(SPEC)
+    async with following(swarm, tmp_path) as (f, until):
+        rounds(swarm, DEPTH + 2)
+        await until(lambda: f.posted and f.posted[0] == 1)
+        with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as db, closing(sqlite3.connect(":memory:")) as old:
+            db.backup(old)
+            rounds(swarm, 3)
+            await until(lambda: f.posted and f.posted[0] == 4)
+            old.backup(db)
+        rounds(swarm, 1)
+        await until(lambda: f.posted and f.posted[0] == 5)
+        credited = [credits_of(c, RULE) for c in swarm.chain.certificates]
+        assert f.settled == sum_credits(credited[:6]) and f.pending == sum_credits(credited[6:])
+        assert len(f.history) == 6 and swarm.finals[-1].body.round == 5
+        assert not f.problem and "cannot follow the chain" not in caplog.text
+        with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as db:
+            assert db.execute("SELECT count(*) FROM rounds").fetchone() == (6,)
 
 
 async def test_an_open_round_is_folded_once(tmp_path, monkeypatch):
