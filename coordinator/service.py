@@ -333,3 +333,4 @@ class Coordinator:
         while True:
             await asyncio.sleep(TEND_SECONDS)
             await self.admitter.tend(self._view.heartbeats())
+            await self.credits.leaderboard.forget_absent()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
@@ -33,6 +33,9 @@ FORGET = 10 * HALF_LIFE
 PAGE = 500
 MAX_PEERS_OF_ACCOUNT = 1000
 MAX_BINDINGS_OF_PEER = 50
+
+FORGOTTEN_AT_ONCE = 1000
+"""Peers whose bindings are deleted in one transaction."""
 
 
 Grouping = Literal["peer", "account", "team"]
@@ -114,7 +117,7 @@ class Leaderboard:
         is_admitted: Callable[[PeerKey], bool],
         now: Callable[[], float],
     ):
-        """Prepare; only peers for which `is_admitted` returns True are bound."""
+        """Prepare; only peers for which `is_admitted` returns True are bound, and stay so without credits."""
         self._run = run
         self._ledger = ledger
         self._name_of = name_of
@@ -143,13 +146,8 @@ class Leaderboard:
         """Read the bindings of peers to accounts. Raises LedgerError."""
         self.rounds, rows = await self._ledger.read(lambda ledger: (ledger.size(), ledger.bindings()))
         self._unread = self.rounds
-        for row in rows:
-            try:
-                self._accept(open_binding(row.encoded, self._run))
-            except ProtocolError as e:
-                log.error(
-                    "a binding of peer %s in the database does not verify, and is left out: %s", row.peer.short, e
-                )
+        for b in await asyncio.to_thread(_verified, rows, self._run):
+            self._accept(b)
 
     async def load_recent(self) -> None:
         """Read the credits of recent weeks, up to where `load` read. Raises LedgerError.
@@ -199,6 +197,24 @@ class Leaderboard:
                 self._accept(b)  # only when it is on disk: a repetition would be answered as if it were
             return len(self._accounts[b.account].peers)
 
+    async def forget_absent(self) -> None:
+        """Forget the bindings of peers whose admission is forgotten and that never earned anything. Raises LedgerError.
+
+        Keys cost nothing: without this, strangers fill the table of accounts for ever.
+        """
+        absent = [p for p in self._bound if not self._is_kept(p)]
+        for i in range(0, len(absent), FORGOTTEN_AT_ONCE):
+            async with self._binding:  # none of them is bound meanwhile
+                gone = [p for p in absent[i : i + FORGOTTEN_AT_ONCE] if not self._is_kept(p)]
+                await self._ledger.run(lambda ledger, gone=gone: ledger.forget_bindings(gone))
+                for peer in gone:
+                    del self._binding_counts[peer]
+                    self._leave(self._bound.pop(peer))
+                self._ranked, self._teams = {}, None
+
+    def _is_kept(self, peer: PeerKey) -> bool:
+        return self._is_admitted(peer) or peer in self._chain.balances or self._chain.has_credits(peer)
+
     def _check(self, b: AccountBinding) -> None:
         """Raise RefusedError or TooManyError if a binding must not be stored."""
         now = self._now()
@@ -224,7 +240,7 @@ class Leaderboard:
         if old is not None and b.precedence <= old.precedence:
             return
         if old is not None and old.account != b.account:
-            self._accounts[old.account].peers.discard(b.peer)
+            self._leave(old)
         self._bound[b.peer] = b
         account = self._accounts.setdefault(b.account, _Account(b.team, b.account_time, set()))
         account.peers.add(b.peer)
@@ -233,6 +249,14 @@ class Leaderboard:
             self._names.set(b.account, b.name)
         self._ranked, self._teams = {}, None
 
+    def _leave(self, b: AccountBinding) -> None:
+        """Take a peer out of its account; an account without peers is gone."""
+        peers = self._accounts[b.account].peers
+        peers.discard(b.peer)
+        if not peers:
+            del self._accounts[b.account]
+            self._names.set(b.account, "")
+
     def of(self, key: PeerKey) -> CreditSummary:
         """Return the totals of an account or a peer with this key; all zero for a key that is unknown."""
         return self._account_view(key) if key in self._accounts else self._peer_view(key)
@@ -240,25 +264,36 @@ class Leaderboard:
     def leaderboard(self, by: Grouping, limit: int, after: str = "", team: str = "") -> list[CreditSummary]:
         """Return those with most credits first, after the row of a key; none after a key that is unknown.
 
-        With `team`, only that team, its accounts, or their peers.
+        Only accounts and teams with a peer that has earned something are listed. With `team`, only that team, its
+        accounts, or their peers.
         """
         if self._ranked_for is not self._chain.balances:
-            self._ranked, self._ranked_for = {}, self._chain.balances
+            self._ranked, self._ranked_for, self._teams = {}, self._chain.balances, None
         if by not in self._ranked:
-            views = sorted(self._all(by), key=lambda v: (-(v.settled + v.pending), v.key))
-            ranked = [(v.key, v.team) for v in views]
+            ranked = [(key, of) for _, key, of in sorted(self._standings(by))]
             self._ranked[by] = (ranked, {key: i for i, (key, _) in enumerate(ranked)})
         ranked, places = self._ranked[by]
         start = 0 if not after else places.get(after, len(ranked)) + 1
         found = (key for key, of in islice(ranked, start, None) if not team or of == team)
         return [self._view(by, key) for key in islice(found, limit)]
 
-    def _all(self, by: Grouping) -> Iterable[CreditSummary]:
+    def _standings(self, by: Grouping) -> Iterator[tuple[int, str, str]]:
+        """Yield the credits of each in a grouping (negative), its key, and its team."""
+        earned = {p: b.settled.micro_credits + b.pending.micro_credits for p, b in self._chain.balances.items()}
         if by == "peer":
-            return (self._peer_view(peer) for peer in self._chain.balances)
-        if by == "account":
-            return (self._account_view(key) for key in self._accounts)
-        return (self._team_view(team) for team in self._in_teams())
+            for peer, credits in earned.items():
+                yield -credits, str(peer), self._team_of(peer)
+        elif by == "account":
+            for key in self._earning():
+                account = self._accounts[key]
+                yield -sum(earned.get(p, 0) for p in account.peers), str(key), account.team
+        else:
+            for team, peers in self._in_teams().items():
+                yield -sum(earned.get(p, 0) for p in peers), team, team
+
+    def _earning(self) -> set[PeerKey]:
+        """Return the accounts with a peer that has earned something: strangers make any number of others."""
+        return {self._bound[p].account for p in self._chain.balances if p in self._bound}
 
     def _view(self, by: Grouping, key: str) -> CreditSummary:
         if by == "team":
@@ -266,19 +301,23 @@ class Leaderboard:
         return self._peer_view(PeerKey.parse(key)) if by == "peer" else self._account_view(PeerKey.parse(key))
 
     def _in_teams(self) -> dict[str, list[PeerKey]]:
-        """Return the peers of each team, collected once for all teams."""
+        """Return the peers of each team, of its accounts that have earned something; collected once for all teams."""
         if self._teams is None:
             self._teams = {}
-            for a in self._accounts.values():
-                if a.team and a.peers:
+            for a in (self._accounts[key] for key in self._earning()):
+                if a.team:
                     self._teams.setdefault(a.team, []).extend(a.peers)
         return self._teams
 
     def _peer_view(self, peer: PeerKey) -> CreditSummary:
         bound = self._bound.get(peer)
         account = None if bound is None else bound.account
-        team = self._accounts[account].team if account is not None else ""
-        return self._sum(str(peer), "peer", self._name_of(peer), team, (peer,), account)
+        return self._sum(str(peer), "peer", self._name_of(peer), self._team_of(peer), (peer,), account)
+
+    def _team_of(self, peer: PeerKey) -> str:
+        """Return the team of a peer's account ("": none)."""
+        bound = self._bound.get(peer)
+        return "" if bound is None else self._accounts[bound.account].team
 
     def _account_view(self, key: PeerKey) -> CreditSummary:
         a = self._accounts[key]
@@ -303,3 +342,14 @@ class Leaderboard:
             account=account,
             peers=peers if kind == "account" else (),
         )  # fmt: skip
+
+
+def _verified(rows: Sequence[BindingRow], run: RunId) -> list[AccountBinding]:
+    """Return the stored bindings that verify: tens of thousands take seconds."""
+    found = []
+    for row in rows:
+        try:
+            found.append(open_binding(row.encoded, run))
+        except ProtocolError as e:
+            log.error("a binding of peer %s in the database does not verify, and is left out: %s", row.peer.short, e)
+    return found

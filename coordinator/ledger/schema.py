@@ -159,8 +159,11 @@ CREATE TABLE IF NOT EXISTS pardons (
 """
 """Made at each start: older tables with this schema version do not have them."""
 
-REFUSALS_BY_ROUND = "CREATE INDEX IF NOT EXISTS refusals_by_round ON refusals (round)"
-"""Made at each start: older tables with this schema version do not have it."""
+INDEXES = (
+    "CREATE INDEX IF NOT EXISTS refusals_by_round ON refusals (round)",
+    "CREATE INDEX IF NOT EXISTS bindings_by_peer ON bindings (peer)",
+)
+"""Made at each start: older tables with this schema version do not have them."""
 
 _POSTGRES = {"BLOB": "BYTEA", "REAL": "DOUBLE PRECISION"}
 """Types that PostgreSQL calls otherwise. Its REAL has 4 bytes, which round unix seconds to 128 s."""
@@ -175,7 +178,8 @@ def prepare(db: Database, run: RunId) -> None:
             db.query("INSERT INTO state (run, form, epoch, settled) VALUES (?, ?, 0, 0)", (bytes(run), FORM))
         else:
             _check(db, tables, run)
-        db.query(REFUSALS_BY_ROUND)
+        for index in INDEXES:
+            db.query(index)
         _create(db, AUDITS)
 
 

@@ -367,6 +367,11 @@ class Ledger(LedgerQueries):
                 (_next(self._db, "bindings"), bytes(b.peer), bytes(b.account), b.time, b.encoded),
             )
 
+    def forget_bindings(self, peers: Sequence[PeerKey]) -> None:
+        """Delete the bindings of these peers."""
+        with self._writing():
+            self._db.many("DELETE FROM bindings WHERE peer = ?", [(bytes(peer),) for peer in peers])
+
     def note_first_seen(self, record: Digest, round_: Round, seen_at: float) -> None:
         """Note when a record that is not final yet was first seen (unix seconds)."""
         with self._writing():

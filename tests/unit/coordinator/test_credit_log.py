@@ -24,7 +24,7 @@ from protocol.audits import AuditRule
 from protocol.errors import AdmissionError, MalformedError
 from protocol.ids import Digest, PeerKey
 from protocol.ledger.credits import CreditRule, credits_of
-from protocol.ledger.statements import MAX_REASON, open_receipt, sign
+from protocol.ledger.statements import MAX_REASON, open_binding, open_receipt, sign
 from protocol.message_codec import KeySigner
 from protocol.messages import AuditDecision, Directive, UpdateHeader, Verdict
 from tests.support.bindings import bind
@@ -55,6 +55,7 @@ class World:
     def __init__(self, place: str):
         self.place = place
         self.clock = [1_700_000_000.0]
+        self.admitters = Admitters()
         self.swarm = FakeSwarm(SPEC)
         self.ledger = LedgerThread()
 
@@ -77,8 +78,8 @@ class World:
         self.receipts_made = Receipts(SPEC, OWNER, self.swarm, self.ledger, self.now)
 
     def leaderboard(self) -> Leaderboard:
-        admitters = Admitters()
-        return Leaderboard(SPEC.run_id, self.ledger, self.chain, admitters.name_of, admitters.knows, self.now)
+        a = self.admitters
+        return Leaderboard(SPEC.run_id, self.ledger, self.chain, a.name_of, a.knows, self.now)
 
     async def read_balances(self) -> None:
         """Read the balances from the ledger, as the chain indexer does after each post."""
@@ -443,6 +444,59 @@ async def test_several_peers_are_one_account_and_accounts_are_a_team(ledger_plac
         # Two accounts may have one name: then both are shown with their keys.
         await w.board.bind(bind(peer(2), bob, SPEC.run_id, now + 2, "Ada", "").encoded)
         assert w.board.of(bob.key).name == f"Ada {bob.key.short}" and w.board.of(ada.key).name == f"ada {ada.key.short}"
+
+
+async def test_the_bindings_of_a_forgotten_peer_without_credits_are_forgotten_and_its_empty_account(ledger_place):
+    """Else strangers with fresh keys fill the table of accounts for ever."""
+    ada, eve, zoe = identity("ada"), identity("eve"), identity("zoe")
+    async with made(ledger_place) as w:
+        await w.post({1: 40})
+        now = int(w.clock[0])
+        for number, account in ((1, ada), (2, ada), (3, eve), (4, zoe)):
+            await w.board.bind(bind(peer(number), account, SPEC.run_id, now, account.key.short, "all").encoded)
+        await w.board.bind(bind(peer(4), eve, SPEC.run_id, now + 1, "eve", "all").encoded)
+        assert w.board.of(zoe.key).kind == "peer"  # its only peer went to another account
+        await w.board.forget_absent()
+        assert len(await w.ledger.run(lambda ledger: ledger.bindings())) == 5
+        w.admitters.known -= {peer(n).key for n in (1, 2, 3)}
+        await w.board.forget_absent()
+        for _ in range(2):
+            assert w.board.of(ada.key).peers == (peer(1).key,) and w.board.of(eve.key).peers == (peer(4).key,)
+            await w.restart()
+        w.admitters.known.discard(peer(4).key)
+        await w.board.forget_absent()
+        assert w.board.of(eve.key).kind == "peer"
+        assert [r.peer for r in await w.ledger.run(lambda ledger: ledger.bindings())] == [peer(1).key]
+        w.admitters.known.add(peer(4).key)
+        assert await w.board.bind(bind(peer(4), zoe, SPEC.run_id, now, "zoe").encoded) == 1
+
+
+async def test_accounts_that_never_earned_anything_are_not_ranked(ledger_place):
+    async with made(ledger_place) as w:
+        await w.post({1: 40})
+        for number, name in ((1, "ada"), (2, "eve")):
+            word = bind(peer(number), identity(name), SPEC.run_id, int(w.clock[0]), name, f"{name}'s")
+            await w.board.bind(word.encoded)
+        assert [v.name for v in w.board.leaderboard("account", 9)] == ["ada"]
+        assert [v.name for v in w.board.leaderboard("team", 9)] == ["ada's"]
+        await w.post({2: 30})
+        assert [v.name for v in w.board.leaderboard("account", 9)] == ["ada", "eve"]
+        assert [v.name for v in w.board.leaderboard("team", 9)] == ["ada's", "eve's"]
+
+
+async def test_stored_bindings_are_verified_beside_the_event_loop(ledger_place, monkeypatch):
+    verifying: list[threading.Thread] = []
+
+    def noted(*given):
+        verifying.append(threading.current_thread())
+        return open_binding(*given)
+
+    async with made(ledger_place) as w:
+        await w.board.bind(bind(peer(1), identity("ada"), SPEC.run_id, int(w.clock[0]), "ada").encoded)
+        monkeypatch.setattr("coordinator.credits.leaderboard.open_binding", noted)
+        await w.restart()
+        assert w.board.of(peer(1).key).account == identity("ada").key
+    assert verifying and threading.current_thread() not in verifying
 
 
 async def test_a_binding_whose_write_failed_is_written_when_it_comes_again(ledger_place, monkeypatch):
