@@ -313,7 +313,7 @@ class ChainIndexer:
                         if seen_at is not None:
                             since[line.peer] = seen_at
             ledger.note_first_seen(newest.record, newest.round, now)
-            ledger.add_verdicts(newest.round, self._plausibility.verdicts(newest, now, since))
+            ledger.add_verdicts(newest.round, self._plausibility.verdicts(certificate, now, since))
 
         await self._ledger.run(note)
         self._chain.first_seen[newest.record] = now  # only now: a pass after a failed write judges the updates again

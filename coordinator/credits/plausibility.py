@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from protocol.ids import PeerKey
-from protocol.ledger.credits import CreditLine, CreditRule, RoundCredits
-from protocol.messages import Verdict
+from protocol.ledger.credits import CreditRule
+from protocol.messages import Certificate, Verdict
 from protocol.spec import RoundSpec, RunSpec
 
 CLOCK_SLACK = 60.0
@@ -16,8 +16,8 @@ class PlausibilityCheck:
 
     def __init__(self, spec: RunSpec):
         self._limit = spec.credit.max_teraflops_per_second
-        # Tokens that count; the others of a window are computed all the same.
-        self._flops_per_token = CreditRule.of(spec).flops_per_token * spec.data.window // spec.data.window_tokens
+        # Of all tokens: those of a window that do not count are computed all the same.
+        self._flops_per_window = CreditRule.of(spec).flops_per_token * spec.data.window
         # Training continues during an exchange, so an update may hold work from before the record was seen.
         self._slack = 0.0
         self.update_rules(spec.round)
@@ -26,26 +26,27 @@ class PlausibilityCheck:
         """Apply the round policy in force. The slack only grows: a change never costs earlier credit."""
         self._slack = max(self._slack, rules.exchange_seconds + rules.patience_seconds + CLOCK_SLACK)
 
-    def problem(self, line: CreditLine, seconds: float) -> str:
-        """Return why a credit line cannot be true of a peer that had this time (seconds); "" if it can."""
+    def problem(self, windows: int, seconds: float) -> str:
+        """Return why a peer cannot have trained a number of windows in this time (seconds); "" if it can."""
         milliseconds = max(1, int((max(0.0, seconds) + self._slack) * 1000))
-        flops = line.tokens * self._flops_per_token
+        flops = windows * self._flops_per_window
         if flops * 1000 <= self._limit * 10**12 * milliseconds:
             return ""
         rate = flops / (milliseconds * 10**9)
         return f"{rate:.3g} teraflops a second over {milliseconds / 1000:.0f} s: at most {self._limit} are believed"
 
-    def verdicts(self, credits: RoundCredits, seen_at: float, since: dict[PeerKey, float]) -> list[Verdict]:
-        """Return verdicts on the lines of a round, seen first-hand at `seen_at`, that cannot be true.
+    def verdicts(self, certificate: Certificate, seen_at: float, since: dict[PeerKey, float]) -> list[Verdict]:
+        """Return verdicts on the updates of a record, seen first-hand at `seen_at`, that cannot be true.
 
         `since` is the time (unix seconds) from which each peer can have worked at its update; peers without one are not
-        judged.
+        judged. Judged are claimed windows: weighed ones may be of earlier rounds, and a claim that is weighed later
+        must be true, too.
         """
         found = []
-        for line in credits.lines:
+        for update in certificate.record.body.updates:
             # A start after this record was seen means that the clock was set back: nothing is known.
-            if (start := since.get(line.peer)) is None or start > seen_at:
+            if (start := since.get(update.author)) is None or start > seen_at:
                 continue
-            if reason := self.problem(line, seen_at - start):
-                found.append(Verdict(credits.record, line.peer, reason))
+            if reason := self.problem(update.body.windows, seen_at - start):
+                found.append(Verdict(certificate.digest, update.author, reason))
         return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from contextlib import asynccontextmanager, closing
+from dataclasses import replace
 from time import monotonic
 
 import pytest
@@ -419,10 +420,21 @@ def test_when_the_clock_was_set_back_nobody_is_judged_by_it():
     spec = make_spec(credit={"hold_rounds": 9, "max_teraflops_per_second": 1})
     swarm = FakeSwarm(spec)
     swarm.round({0: 900_000_000 // spec.data.window})
-    credits, who = credits_of(swarm.chain.certificates[0], CreditRule.of(spec)), peer(0).key
-    judge = PlausibilityCheck(spec)
-    assert len(judge.verdicts(credits, 10_000.0, {who: 9_990.0})) == 1
-    assert judge.verdicts(credits, 10_000.0, {who: 13_000.0}) == []
+    certificate, who, judge = swarm.chain.certificates[0], peer(0).key, PlausibilityCheck(spec)
+    assert len(judge.verdicts(certificate, 10_000.0, {who: 9_990.0})) == 1
+    assert judge.verdicts(certificate, 10_000.0, {who: 13_000.0}) == []
+
+
+def test_an_update_is_judged_by_what_it_claims_and_not_by_its_weight():
+    """Weighed windows may be of earlier rounds, and a claim that is weighed later must be true, too."""
+    spec = make_spec(credit={"hold_rounds": 9, "max_teraflops_per_second": 1})
+    swarm, much = FakeSwarm(spec), 900_000_000 // spec.data.window
+    swarm.round({0: 600, 1: much})
+    certificate, keys = swarm.chain.certificates[0], [peer(n).key for n in (0, 1)]
+    weights = tuple(much if u.author == keys[0] else 600 for u in certificate.record.body.updates)
+    record = replace(certificate.record, body=replace(certificate.record.body, weights=weights))
+    found = PlausibilityCheck(spec).verdicts(replace(certificate, record=record), 20.0, dict.fromkeys(keys, 0.0))
+    assert [(v.record, v.peer) for v in found] == [(certificate.digest, keys[1])]
 
 
 async def test_what_nobody_can_have_done_is_voided_with_the_numbers_and_only_at_first_hand(tmp_path):
