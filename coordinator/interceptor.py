@@ -1,4 +1,4 @@
-"""The interceptor of every gRPC method: call rates, deadlines, and malformed requests.
+"""The interceptor of every gRPC method: rates of calls and of answered bytes, deadlines, and malformed requests.
 
 It wraps each method of the server. Limits by address come first, before a byte of the message is waited for. gRPC
 itself waits for ever for a message that does not come, and for a caller that does not read the answer. Hundreds of
@@ -21,7 +21,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from coordinator.errors import LedgerError, RefusedError, TooManyError, UnknownRunError
-from coordinator.limits import ConcurrencyLimit, NetworkLimit, Rate, caller_of
+from coordinator.limits import ConcurrencyLimit, NetworkLimit, Rate, RateLimit, caller_of, refuse_before
 from protocol.errors import AdmissionError, CairnError, MalformedError, SignatureError
 
 log = logging.getLogger(__name__)
@@ -29,6 +29,16 @@ T = TypeVar("T")
 
 CALLS = Rate(per_second=40, burst=400)
 """Calls of one address, of any method; a method may allow fewer. Messages of a stream count as calls."""
+
+MIB = 1024 * 1024
+ANSWERS = Rate(per_second=4 * MIB, burst=64 * MIB)
+"""Bytes of the answers to one address. A reader of a long chain seldom waits: most connections are slower."""
+
+ANSWERS_TO_ALL = Rate(per_second=16 * MIB, burst=256 * MIB)
+"""Bytes of the answers to all: about 135 Mbit/s, which leaves room on a common uplink."""
+
+BULKY = ("Status", "Certificates")
+"""The methods with large answers. Only these are refused for what all were sent: joining a run goes on."""
 
 CALLS_OF_ONE = 64
 """Concurrent calls of one address."""
@@ -69,6 +79,8 @@ class LimitsInterceptor(grpc.aio.ServerInterceptor):
     def __init__(self, counted: Callable[[str, str, float], None], max_calls: int):
         self._counted = counted
         self._rate = NetworkLimit(CALLS)
+        self._answered = NetworkLimit(ANSWERS)
+        self._answered_all = RateLimit(ANSWERS_TO_ALL, callers=1)
         self._calls = _Places(max_calls, CALLS_OF_ONE)
         self._streams = _Places(STREAMS, STREAMS_OF_ONE)
         self._handlers: dict[str, grpc.RpcMethodHandler] = {}
@@ -101,7 +113,7 @@ class LimitsInterceptor(grpc.aio.ServerInterceptor):
 
     def _unary(self, method: str, handler: Any) -> Callable[[Any, Any], Awaitable[None]]:
         async def answer(_: Any, context: Any) -> None:
-            async def work(_: str) -> None:
+            async def work(caller: str) -> None:
                 sent = await _in_time(context.read(), READ_SECONDS, "the request did not come")
                 request = _parsed(handler.request_deserializer, sent)
                 try:
@@ -111,7 +123,7 @@ class LimitsInterceptor(grpc.aio.ServerInterceptor):
                     log.warning("%s took more than %.0f s", method, DEADLINE)
                     busy = "the coordinator is too busy: try again in a minute"
                     raise _Ended(grpc.StatusCode.DEADLINE_EXCEEDED, busy) from None
-                await context.write(handler.response_serializer(reply))
+                await context.write(self._charged(caller, handler.response_serializer(reply)))
 
             await self._within(method, context, self._calls, work, CALL_SECONDS)
 
@@ -120,7 +132,7 @@ class LimitsInterceptor(grpc.aio.ServerInterceptor):
     def _stream(self, method: str, handler: Any) -> Callable[[Any, Any], Awaitable[None]]:
         async def answer(_: Any, context: Any) -> None:
             async def work(caller: str) -> None:
-                requests = self._requests(context, caller, handler.request_deserializer)
+                requests = self._requests(method, context, caller, handler.request_deserializer)
                 if handler.request_streaming:
                     replies = handler.stream_stream(requests, context)
                 else:
@@ -129,19 +141,37 @@ class LimitsInterceptor(grpc.aio.ServerInterceptor):
                         raise MalformedError("the call carries no request")
                     replies = handler.unary_stream(first, context)
                 async for reply in replies:
-                    await _in_time(context.write(handler.response_serializer(reply)), READ_SECONDS, "nobody reads")
+                    answer = self._charged(caller, handler.response_serializer(reply))
+                    await _in_time(context.write(answer), READ_SECONDS, "nobody reads")
 
             await self._within(method, context, self._streams, work, STREAM_SECONDS)
 
         return answer
 
-    async def _requests(self, context: Any, caller: str, parse: Callable[[bytes], Any]) -> AsyncIterator[Any]:
+    def _take(self, method: str, caller: str) -> None:
+        """Count a call. Raises TooManyError, with the time to wait, for too many, or too many answered bytes."""
+        now = time.monotonic()
+        self._rate.take(caller, now)
+        refuse_before(self._answered.wait(caller, now))
+        if method in BULKY:
+            refuse_before(self._answered_all.wait(None, now))
+
+    def _charged(self, caller: str, answer: bytes) -> bytes:
+        """Return an answer, after counting its bytes."""
+        now = time.monotonic()
+        self._answered.count(caller, now, len(answer))
+        self._answered_all.count(None, now, len(answer))
+        return answer
+
+    async def _requests(
+        self, method: str, context: Any, caller: str, parse: Callable[[bytes], Any]
+    ) -> AsyncIterator[Any]:
         """Yield the messages of a stream, each of which counts as a call."""
         while True:
             sent = await _in_time(context.read(), IDLE_SECONDS, "the stream was silent for too long")
             if not isinstance(sent, bytes):  # the end of the stream
                 return
-            self._rate.take(caller, time.monotonic())
+            self._take(method, caller)
             yield _parsed(parse, sent)
 
     async def _within(
@@ -156,7 +186,7 @@ class LimitsInterceptor(grpc.aio.ServerInterceptor):
         began, caller = time.monotonic(), caller_of(context.peer())
         code, message = grpc.StatusCode.OK, ""
         try:
-            self._rate.take(caller, began)
+            self._take(method, caller)
             # Freed only when the call is over: a caller that does not read its answer keeps its network's place.
             free = places.open.take(caller)
             context.add_done_callback(lambda _: free())

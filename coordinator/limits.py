@@ -32,7 +32,7 @@ class RateLimit:
 
     def take(self, caller: Hashable, now: float) -> None:
         """Count one request. Raises TooManyError, with the time to wait, if the bucket is empty."""
-        _refuse_before(self.wait(caller, now))
+        refuse_before(self.wait(caller, now))
         self.count(caller, now)
 
     def wait(self, caller: Hashable, now: float) -> float:
@@ -42,11 +42,11 @@ class RateLimit:
         bucket.refill(now)
         return max(0.0, (1 - bucket.tokens) / self._rate.per_second)
 
-    def count(self, caller: Hashable, now: float) -> None:
-        """Count one request that is allowed."""
+    def count(self, caller: Hashable, now: float, amount: int = 1) -> None:
+        """Count one request that is allowed, or an amount of something else, which may leave a debt."""
         bucket = self._buckets.get(caller) or TokenBucket(self._rate.per_second, self._rate.burst, now)
         self._buckets.renew(caller, bucket)
-        bucket.charge(1)
+        bucket.charge(amount)
 
     def give_back(self, caller: Hashable) -> None:
         """Undo a count: the request came to nothing by our own fault."""
@@ -67,17 +67,17 @@ class NetworkLimit:
 
     def take(self, caller: str, now: float) -> None:
         """Count one request. Raises TooManyError, with the time to wait, if one of the networks has none left."""
-        _refuse_before(self.wait(caller, now))
+        refuse_before(self.wait(caller, now))
         self.count(caller, now)
 
     def wait(self, caller: str, now: float) -> float:
         """Return the seconds until the caller may send a request; 0.0: at once."""
         return max(self._limits[share].wait(network, now) for network, share in networks(caller))
 
-    def count(self, caller: str, now: float) -> None:
-        """Count one request that is allowed."""
+    def count(self, caller: str, now: float, amount: int = 1) -> None:
+        """Count one request that is allowed, or an amount of something else, which may leave a debt."""
         for network, share in networks(caller):
-            self._limits[share].count(network, now)
+            self._limits[share].count(network, now, amount)
 
     def give_back(self, caller: str) -> None:
         """Undo a count: the request came to nothing by our own fault."""
@@ -85,7 +85,8 @@ class NetworkLimit:
             self._limits[share].give_back(network)
 
 
-def _refuse_before(seconds: float) -> None:
+def refuse_before(seconds: float) -> None:
+    """Raise TooManyError if a caller has to wait."""
     if seconds:
         raise TooManyError(f"too many requests: try again in {max(1, round(seconds))} s")
 

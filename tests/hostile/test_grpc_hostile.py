@@ -33,7 +33,7 @@ from benchmarks.coordinator.__main__ import Server, result, start_load
 from benchmarks.coordinator.swarm import identity, make_spec
 from coordinator.errors import LedgerError, TooManyError
 from coordinator.health import NAME
-from coordinator.interceptor import CALLS_OF_ONE, STREAMS_OF_ONE, LimitsInterceptor
+from coordinator.interceptor import CALLS_OF_ONE, MIB, STREAMS_OF_ONE, LimitsInterceptor
 from coordinator.limits import ConcurrencyLimit
 from coordinator.rpc import CoordinatorService
 from peer.coordinator_client import server_certificate
@@ -461,6 +461,43 @@ async def test_those_who_never_read_take_the_places_of_their_own_network_only():
     await call(None, refused)
     await call(None, other)
     assert (refused.ended, other.ended) == (Code.RESOURCE_EXHAUSTED, Code.OK) and other.written == [b"answer"]
+
+
+async def test_who_was_sent_too_much_waits_and_a_flood_of_large_answers_stops_no_small_ones(monkeypatch):
+    """A request of 100 bytes may draw a megabyte."""
+    now, size = [1000.0], 4 * MIB
+    monkeypatch.setattr("coordinator.interceptor.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    async def large(request: bytes, context: Unread) -> bytes:
+        return bytes(size)
+
+    async def small(request: bytes, context: Unread) -> bytes:
+        return b"answer"
+
+    guard = LimitsInterceptor(lambda *_: None, 512)
+    certificates, admit = await guarded(guard, "Certificates", large), await guarded(guard, "Admit", small)
+
+    async def code(call, address: int) -> grpc.StatusCode:
+        context, done = Unread(f"ipv4:10.0.0.{address}:1"), []
+        monkeypatch.setattr(context, "add_done_callback", done.append)
+        await call(None, context)
+        for callback in done:
+            callback(context)
+        return context.ended
+
+    answered = 0
+    while await code(certificates, 1) is Code.OK:
+        answered += size
+    assert 64 * MIB <= answered <= 64 * MIB + size
+    assert await code(admit, 1) is Code.RESOURCE_EXHAUSTED and await code(certificates, 2) is Code.OK
+    now[0] += 1.1  # pays for one answer
+    assert await code(admit, 1) is Code.OK is await code(certificates, 1)
+    for address in range(3, 100):
+        if await code(certificates, address) is not Code.OK:
+            break
+        answered += size
+    assert 150 * MIB < answered < 300 * MIB, "all together are limited, too"
+    assert await code(admit, 200) is Code.OK, "a new peer joins all the same"
 
 
 async def test_an_error_that_a_method_reports_itself_is_counted():
