@@ -378,7 +378,7 @@ class _Run:
         yield self.origin(self.spec.genesis.name, 0, 0, None)
 
     def origin(self, state: Digest, round_: int, tokens: int | None, before: RoundRecord | None) -> Origin:
-        """Return the origin of a state after the record `before`, with the mean loss in it, weighted by windows."""
+        """Return the origin of a state after the record `before`, with the median loss in it, weighted by windows."""
         loss = None
         if before is not None and before.windows:
             loss = before.loss

@@ -18,9 +18,9 @@ from protocol.spec import AdapterSpec, ChatSpec
 class Origin:
     """The origin of a checkpoint; None where it is not known.
 
-    `round` is the round that begins with this state, `tokens` those accepted up to it. `loss` is the mean training loss
-    that the contributors of the round before reported (nats per token, weighted by windows). `state` is the state's
-    digest.
+    `round` is the round that begins with this state, `tokens` those accepted up to it. `loss` is the median
+    training loss that the contributors of the round before reported (nats per token, weighted by windows). `state` is
+    the state's digest.
     """
 
     name: str

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Generic, Literal, TypeVar
 
 from protocol.envelope import MAX_ENVELOPE
@@ -257,9 +258,14 @@ class RoundRecord:
 
     @property
     def loss(self) -> float:
-        """Mean of the contributors' own training losses, weighted by weighed windows."""
-        losses = zip(self.updates, self.weighed, strict=True)
-        return sum(u.body.loss * windows for u, windows in losses) / self.windows
+        """Weighted median of the contributors' own training losses, by weighed windows: for people, no rule needs it.
+
+        It is the least loss that reports of at least half of the windows do not exceed. A mean would be what any one
+        contributor says: nobody checks its loss.
+        """
+        reported = sorted((u.body.loss, windows) for u, windows in zip(self.updates, self.weighed, strict=True))
+        counted = accumulate(windows for _, windows in reported)
+        return next(loss for (loss, _), n in zip(reported, counted, strict=True) if 2 * n >= self.windows)
 
 
 @dataclass(frozen=True, slots=True)

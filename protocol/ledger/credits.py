@@ -71,7 +71,7 @@ class CreditLine:
 class RoundCredits:
     """The credits of one record, derived from its certificate alone.
 
-    `base_state` is the digest of state[round], from which the round started; `loss` is the mean of the contributors'
+    `base_state` is the digest of state[round], from which the round started; `loss` is the median of the contributors'
     own training losses, weighted by windows. Windows are as weighed. The `verdicts`, the `rollback` and the `pardons`
     are those of the directive that the record carries. The `reports` and `decisions` of audits are the record's.
     `voided_tokens` are those of earlier records on its branch that it voids.

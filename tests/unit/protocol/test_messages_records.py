@@ -69,6 +69,19 @@ def test_a_record_knows_its_contributors_and_its_work():
     assert RECORD.body.windows == 10 * len(PEERS)
 
 
+def test_one_contributor_does_not_set_the_loss_of_a_round():
+    """It is shown, and fires the `loss` alert: a mean would be whatever one of them says, up to 3e38."""
+    losses = (3.25, 3.75, 3.5)
+    for lie in (3.0e38, -3.0e38, 0.0):
+        for liar in range(3):
+            told = [lie if i == liar else loss for i, loss in enumerate(losses)]
+            body = record([header(p, loss=loss) for p, loss in zip(PEERS[:3], told, strict=True)]).body
+            assert 3.25 <= body.loss <= 3.75
+    headers = [header(p, loss=loss) for p, loss in zip(PEERS[:3], losses, strict=True)]
+    assert [record(headers, weights=w).body.loss for w in ((1, 1, 1), (9, 1, 1), (1, 9, 1))] == [3.5, 3.25, 3.75]
+    assert record(headers[:2]).body.loss == 3.25
+
+
 @pytest.mark.parametrize(
     "headers",
     [[], SENT[::-1], [SENT[0], SENT[0]], [SENT[0], header(PEERS[0], loss=1.0).encoded],
