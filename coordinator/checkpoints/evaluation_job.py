@@ -57,10 +57,12 @@ def do_job(job: Row, say: Callable[[Row], None]) -> None:
         # OutOfMemoryError is one, and so is torch's error when the system gives it no memory.
         if "memory" not in str(e).lower():
             raise
-        where = f"of {device}" if device != "cpu" else f"({job['memory'] / 1e9:.1f} GB)"
-        raise CoordinatorError(
-            f"the memory {where} does not suffice for it: allow more ([evaluation] memory)"
-        ) from None
+        if device == "cpu":
+            why = f"({job['memory'] / 1e9:.1f} GB) does not suffice for it: allow more ([evaluation] memory)"
+        else:
+            why = f'of {device} does not suffice for it: write [evaluation] device = "cpu" in coordinator.toml, or '
+            why += "free that GPU"
+        raise CoordinatorError(f"the memory {why}") from None
 
 
 def evaluate(job: Row, spec: RunSpec, device: str, say: Callable[[Row], None]) -> None:

@@ -329,6 +329,23 @@ async def _here(module: str, job: dict, heard: Callable[[dict], None], **limits:
     await asyncio.to_thread(evaluation_job.do_job, job, heard)
 
 
+@pytest.mark.parametrize(
+    ("device", "remedy"),
+    [("cpu", r"\(3\.0 GB\) .* allow more \(\[evaluation\] memory\)$"),
+     ("cuda:1", r'of cuda:1 .* \[evaluation\] device = "cpu" in coordinator\.toml, or free that GPU$')],
+)  # fmt: skip
+def test_without_memory_the_remedy_is_the_one_of_that_device(monkeypatch, device, remedy):
+    def without_memory(*given: object) -> None:
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(evaluation_job, "evaluate", without_memory)
+    monkeypatch.setattr(evaluation_job, "bound_memory", lambda size: None)
+    spec = SPEC.canonical().decode()
+    job = {"spec": spec, "device": device, "threads": torch.get_num_threads(), "memory": 3 * 10**9}
+    with pytest.raises(CoordinatorError, match=remedy):
+        evaluation_job.do_job(job, print)
+
+
 async def test_each_archived_state_is_judged_and_writes(world: CheckpointWorld, monkeypatch):
     monkeypatch.setattr(keeping, "run_job", _here)
     monkeypatch.setattr(evaluation_job, "bound_memory", lambda size: None)
