@@ -169,7 +169,7 @@ class Leaderboard:
             first = self.rounds
 
             def read(ledger: Ledger, first: int = first) -> tuple[int, list[tuple[PeerKey, float, int]]]:
-                end = min(ledger.size(), first + PAGE)
+                end = max(first, min(ledger.size(), first + PAGE))  # fewer if the database has lost commits
                 return end, ledger.earned(first, end)
 
             self.rounds, earned = await self._ledger.read(read)

@@ -600,6 +600,18 @@ async def test_a_binding_or_a_refusal_that_could_not_be_written_is_written_when_
         assert (w.board.of(ada.key)).peers == (peer(1).key,)
 
 
+async def test_a_round_that_the_database_lost_is_added_to_the_recent_average_once(tmp_path, monkeypatch):
+    async with made(str(tmp_path / "ledger.sqlite")) as w:
+        for _ in range(2):
+            await w.post({1: 40})
+        before = w.board.of(peer(1).key).recent
+        with monkeypatch.context() as m:
+            m.setattr(Ledger, "size", lambda ledger: 1)
+            await w.board.refresh()
+        await w.board.refresh()
+        assert w.board.of(peer(1).key).recent == before > 0 and w.board.rounds == 2
+
+
 async def test_standings_are_up_to_date_also_when_a_page_was_just_full(tmp_path, monkeypatch):
     monkeypatch.setattr("coordinator.credits.leaderboard.PAGE", 2)
     async with made(str(tmp_path / "ledger.sqlite")) as w:
