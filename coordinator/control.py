@@ -5,12 +5,17 @@ It accepts the owner's directives, and makes everything here follow them.
 The order is: on disk, then published, then the ledger. These steps go on to their end, though the caller goes away.
 After a fault they are tried again, and after a kill at any moment the next start completes the rest. The owner's
 signature is the only authority: a directive counts for it, whoever delivers it.
+
+A directive states everything, so one that was made from an old directive undoes all orders since. After a restore of
+the folder only the swarm has these. So no order is given while the swarm may know a newer directive (`wait_reason`).
+Then it counts only if it was made from the newest one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -32,6 +37,15 @@ log = logging.getLogger(__name__)
 STOP_SECONDS = 3.0
 """Seconds that a directive has to be followed to its end when the coordinator stops."""
 
+WAIT_SECONDS = 60.0
+"""Maximum seconds for which orders wait for a newer directive of the swarm. There may be no swarm, or none newer."""
+
+CLAIM_SECONDS = 3600.0
+"""Seconds until orders wait again for what a member claims to have: one that lies delays orders, and prevents none."""
+
+WAIT_BEATS, SETTLE_BEATS = 3, 2
+"""Heartbeats for which orders wait at least for a first member, and for others after it."""
+
 
 @dataclass(eq=False)
 class RunControl:
@@ -49,10 +63,12 @@ class RunControl:
     on_rollback: Callable[[Rollback], Awaitable[None]]
     """Called with each rollback that is followed, before the ledger follows it."""
 
+    clock: Callable[[], float] = time.monotonic
+
     newest: Signed[Directive] | None = field(default=None, init=False)
     _changing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _receiving: asyncio.Task[None] | None = field(default=None, init=False)
-    _issuing: asyncio.Task[None] | None = field(default=None, init=False)
+    _giving: asyncio.Task[None] | None = field(default=None, init=False)
     _following: asyncio.Task[None] | None = field(default=None, init=False)
     _unfinished: bool = field(default=False, init=False)
     """True while the newest directive is not followed to its end."""
@@ -60,18 +76,36 @@ class RunControl:
     _told: str = field(default="", init=False)
     """The reason that was logged last."""
 
+    _told_giving: str = field(default="", init=False)
+    """The reason why waiting orders were not given that was logged last."""
+
+    _started_at: float | None = field(default=None, init=False)
+    """When the wait for a first member began; None if the run has not begun, so that the swarm has no directive."""
+
+    _heard_at: float | None = field(default=None, init=False)
+    _claimed_at: float | None = field(default=None, init=False)
+    """When orders began to wait for what a member claims to have."""
+
+    _is_order_left: bool = field(default=False, init=False)
+
     _unsubscribe: Callable[[], None] | None = field(default=None, init=False)
 
-    async def start(self) -> None:
-        """Follow the newest directive, from the file or from the swarm. Raises CairnError."""
+    async def start(self, *, archived: bool = False) -> None:
+        """Follow the newest directive, from the file or from the swarm. Raises CairnError.
+
+        `archived`: a state of the run is archived, so it has begun.
+        """
         self._unsubscribe = self.view.subscribe(self._check_swarm)
         async with self._changing:
             await self._resume()
+            begun = archived or self.newest is not None or await self.ledger.run(lambda ledger: ledger.last())
+            self._started_at = self.clock() if begun else None
+            self._is_order_left = bool(await asyncio.to_thread(self.file.left))
 
     async def stop(self) -> None:
         if self._unsubscribe is not None:
             self._unsubscribe()
-        for task in (self._receiving, self._issuing):
+        for task in (self._receiving, self._giving):
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
@@ -102,6 +136,11 @@ class RunControl:
         stored, done = await asyncio.to_thread(self.file.read)
         theirs = self.view.directive
         if theirs is not None and all(theirs.body.precedence > d.body.precedence for d in stored):
+            if self.newest is not None and theirs.body.sequence < self.newest.body.sequence:
+                log.error(
+                    "the last order was given here before the swarm's rollback was known, and does not count: give it "
+                    "again"
+                )
             await asyncio.to_thread(self.file.append, theirs)
             stored.append(theirs)
         if not stored:
@@ -128,23 +167,69 @@ class RunControl:
         self._unfinished, self._told = False, ""
         log.warning("by the owner's newest directive: %s", describe(newest.body))
 
-    async def accept(self, encoded: bytes) -> Signed[Directive]:
+    def wait_reason(self) -> str:
+        """Return why an order must wait, for people; "" when it need not."""
+        if self._is_behind(self.view.directive):
+            return "the swarm knows a newer directive of the owner, which is followed here first"
+        if why := self._doubt():
+            return why
+        return "an order that was left in the run's folder is given first" if self._is_order_left else ""
+
+    def _doubt(self) -> str:
+        """Return why the swarm may know a newer directive than this one; "" when it is the newest.
+
+        A member's heartbeat says which it has. That is only a claim until the directive is here.
+        """
+        now, heartbeat_seconds = self.clock(), self.effects.round_policy.heartbeat_seconds
+        beats = [h.heartbeat for h in self.view.heartbeats().values() if h.heartbeat.admission]
+        if beats and self._heard_at is None:
+            self._heard_at = now
+        longest = max(WAIT_SECONDS, WAIT_BEATS * heartbeat_seconds)
+        if any(b.directive_sequence > self._sequence for b in beats):
+            if self._claimed_at is None or now - self._claimed_at >= CLAIM_SECONDS:
+                self._claimed_at = now
+            if now - self._claimed_at < longest:
+                return "a member has a newer directive of the owner, which is not here yet"
+        if self._started_at is None or now >= self._started_at + longest:
+            return ""
+        if self._heard_at is None:
+            return "no member has answered since the coordinator's start, and they may have a newer directive"
+        if now < self._heard_at + SETTLE_BEATS * heartbeat_seconds:
+            return "members have just begun to answer, and one may have a newer directive"
+        return ""
+
+    @property
+    def _sequence(self) -> int:
+        return 0 if self.newest is None else self.newest.body.sequence
+
+    @property
+    def _base(self) -> bytes:
+        """Digest of the directive from which the next order must be made; b"" for none."""
+        return b"" if self.newest is None else bytes(self.newest.digest)
+
+    async def accept(self, encoded: bytes, base: bytes | None = None) -> Signed[Directive]:
         """Store, publish and follow a directive (an envelope). Raises RefusedError, ProtocolError, CairnError.
 
-        The same one again does what is left to do of it.
+        `base` is the digest of the directive that it was made from (b"": none); None if the caller does not say. The
+        same one again does what is left to do of it.
         """
         directive = self.decoder.decode(encoded, Directive)
         async with self._alone():
-            if self.newest is not None and directive.body.precedence <= self.newest.body.precedence:
-                if directive.encoded == self.newest.encoded:
-                    if self._unfinished:
-                        await self._to_its_end(self._resume())
-                    return directive
-                raise RefusedError("a newer directive of the owner is known here: read it, and give the order again")
+            if self.newest is not None and directive.encoded == self.newest.encoded:
+                if self._unfinished:
+                    await self._to_its_end(self._resume())
+                return directive
             theirs = self.view.directive
             if theirs is not None and self._is_behind(theirs) and theirs.encoded != directive.encoded:
                 self._check_swarm()
                 raise RefusedError("the swarm knows a newer directive of the owner: read it, and give the order again")
+            if why := self._doubt():
+                raise RefusedError(f"{why}: give the order again in a minute")
+            await self._give_left()
+            if self.newest is not None and directive.body.precedence <= self.newest.body.precedence:
+                raise RefusedError("a newer directive of the owner is known here: read it, and give the order again")
+            if base is not None and base != self._base:
+                raise RefusedError("another directive was given meanwhile: read it, and give the order again")
             before = 0 if self.newest is None else self.newest.body.epoch
             back = directive.body.rollback
             if self.newest is not None and back != self.newest.body.rollback and directive.body.epoch == before:
@@ -182,32 +267,53 @@ class RunControl:
             self._told = str(e)
 
     def tend(self) -> None:
-        """Try an interrupted directive again, and bring verdicts that the chain should carry into one of their own."""
+        """Try an interrupted directive again. Give the orders that wait, and verdicts that the chain should carry."""
         if self._unfinished:
             self._check_swarm()
-        missing = set(self.indexer.verdicts) - set(self.newest.body.verdicts if self.newest is not None else ())
-        if missing and (self._issuing is None or self._issuing.done()):
-            self._issuing = asyncio.create_task(self._issue_verdicts(), name="verdicts")
+        if self._giving is None or self._giving.done():
+            self._giving = asyncio.create_task(self._give_what_waits(), name="waiting orders")
 
-    async def _issue_verdicts(self) -> None:
+    async def _give_what_waits(self) -> None:
+        """Give the orders in the folder, then verdicts, once the newest directive is known here."""
         try:
             async with self._alone():
-                stored, _ = await asyncio.to_thread(self.file.read)
-                if any(map(self._is_behind, stored)):  # an order may be in the file that nobody could give
-                    await self._to_its_end(self._resume())
-                verdicts = tuple(sorted(self.indexer.verdicts, key=lambda v: (v.record, v.peer)))
-                before = Directive(self.run, 0) if self.newest is None else self.newest.body
-                if self._is_behind(self.view.directive) or set(verdicts) <= set(before.verdicts):
-                    return
-                sequence = max(before.sequence + 1, int(self.now() * 1000))
-                directive = self.signer.sign(replace(before, sequence=sequence, verdicts=verdicts))
-                await self._to_its_end(self._follow(directive))
-            for v in verdicts:
-                log.warning(
-                    "what peer %s is credited for in record %s is void: %s", v.peer.short, v.record.short, v.reason
-                )
+                if not self._is_behind(self.view.directive) and not self._doubt():
+                    await self._give_left()
+                    await self._issue_verdicts()
+            self._told_giving = ""
         except CairnError as e:
-            log.error("verdicts could not be given: %s", e)
+            if str(e) != self._told_giving:  # each pass tries again
+                log.error("orders or verdicts could not be given, which is tried again: %s", e)
+            self._told_giving = str(e)
+
+    async def _give_left(self) -> None:
+        """Give the orders that were left in the folder, oldest first: those that were made from the newest directive.
+
+        The others would undo what was ordered since, here or at another copy of the folder. Raises CairnError.
+        """
+        for order in await asyncio.to_thread(self.file.left):
+            if order.base == self._base and self._is_behind(order.directive):
+                await self._to_its_end(self._follow(order.directive))
+                continue
+            await asyncio.to_thread(self.file.mark_refused, order.directive)
+            log.error(
+                "an order that was left in the run's folder was made from an older directive than the swarm's, and "
+                "would undo what was ordered since: it is not given. Give it again. It was: %s",
+                describe(order.directive.body),
+            )
+        self._is_order_left = False
+
+    async def _issue_verdicts(self) -> None:
+        """Bring verdicts that the chain should carry into a directive of their own. Raises CairnError."""
+        verdicts = tuple(sorted(self.indexer.verdicts, key=lambda v: (v.record, v.peer)))
+        before = Directive(self.run, 0) if self.newest is None else self.newest.body
+        if set(verdicts) <= set(before.verdicts):
+            return
+        sequence = max(before.sequence + 1, int(self.now() * 1000))
+        directive = self.signer.sign(replace(before, sequence=sequence, verdicts=verdicts))
+        await self._to_its_end(self._follow(directive))
+        for v in verdicts:
+            log.warning("what peer %s is credited for in record %s is void: %s", v.peer.short, v.record.short, v.reason)
 
     def refusal(self, peer: PeerKey) -> str | None:
         """Return why a peer is not admitted; None when no directive forbids it."""

@@ -195,13 +195,13 @@ class CoordinatorService(stubs.CoordinatorServicer):
         """Accept a directive (an envelope; b"": none), and return the newest with how far it has spread."""
         self._check(context, self._directives, request.run)
         if request.directive:  # the owner's signature is the authority, whoever delivers it
-            await self._control.accept(request.directive)
+            await self._control.accept(request.directive, request.base if request.HasField("base") else None)
         newest, o = self._control.newest, self._overview()
         beats = [p.heartbeat for p in o.peers if p.heartbeat is not None and p.phase not in ("silent", "gone")]
         informed = sum(newest is not None and b.directive_sequence == newest.body.sequence for b in beats)
         return wire.DirectiveReply(
             directive=newest.encoded if newest is not None else b"", round=o.round, peers=len(beats), informed=informed,
-            convictions=[
+            wait=self._control.wait_reason(), convictions=[
                 wire.Conviction(peer=key, round=penalty.convicted_in)
                 for key, penalty in self._chain.audits.bars(o.round)[:MAX_BARS]
             ],

@@ -201,7 +201,7 @@ class Coordinator:
         self.observations.restore(await asyncio.to_thread(self._observation_file.read))
         self._view.listen(self.observations.receive)
         await self.indexer.read_ledger()
-        await self.control.start()
+        await self.control.start(archived=any(a.round for a in self._archiver.archive.all()))
         self.indexer.start()
         self._archiver.start(self._finalizer.of_posted)
         await self.credits.start()

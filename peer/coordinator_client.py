@@ -321,10 +321,15 @@ class CoordinatorClient:
         m: wire.AccountReply = await self._call(lambda stub, t: stub.Account(request, timeout=t))
         return PeerCredits(m.micro_credits_settled, m.micro_credits_pending, m.rounds)
 
-    async def publish_directive(self, sent: bytes = b"") -> wire.DirectiveReply:
-        """Publish the owner's signed directive; without one, request the newest. Raises CairnError."""
-        request = wire.DirectiveRequest(run=bytes(self._invite.run), directive=sent)
-        return await self._call(lambda stub, t: stub.PublishDirective(request, timeout=t))
+    async def publish_directive(self, sent: bytes = b"", base: bytes | None = None) -> wire.DirectiveReply:
+        """Publish the owner's signed directive; without one, request the newest. Raises CairnError.
+
+        With the digest of the `base` that it was made from (b"": none), it is refused if another one is the newest.
+        """
+        request = wire.DirectiveRequest(run=bytes(self._invite.run), directive=sent, base=base)
+        reply: wire.DirectiveReply = await self._call(lambda stub, t: stub.PublishDirective(request, timeout=t))
+        reply.wait = _text(reply.wait, 300)
+        return reply
 
     async def bind(self, binding: bytes) -> int:
         """Hand in a signed binding; return the number of the account's peers after it. Raises CairnError."""

@@ -28,11 +28,15 @@ if TYPE_CHECKING:
     from coordinator.directive_file import DirectiveFile
     from peer.coordinator_client import CoordinatorClient, PeerStatus, SwarmStatus
     from protocol.spec import RunSpec
+    from protocol.wire.coordinator_pb2 import DirectiveReply
 
 LAST_STATE_SECONDS = 660.0
 """Maximum seconds to wait until the coordinator has the last state: peers stay for ten minutes."""
 
 LOOK_SECONDS = 1.0
+
+WAIT_SECONDS = 150.0
+"""Maximum seconds to wait until the coordinator knows the swarm's newest directive."""
 
 SPREAD_SECONDS = 10.0
 """Maximum seconds to wait until all peers have received a directive."""
@@ -66,6 +70,9 @@ class RunStatus:
     round: int | None
     convicted: Mapping[PeerKey, Pardon] = field(default_factory=dict)
     """The peers that are barred, each with the pardon that would lift its bar."""
+
+    base: bytes = b""
+    """Digest of the directive, from which an order is made; b"" for none."""
 
     @property
     def next_round(self) -> int:
@@ -441,23 +448,42 @@ async def _look(run: OwnedRun) -> RunStatus:
 async def _status(run: OwnedRun, client: CoordinatorClient) -> RunStatus:
     from peer.coordinator_client import CoordinatorUnreachable
 
-    directives, _ = run.directives.read()
     number: int | None = None
     convicted: dict[PeerKey, Pardon] = {}
     try:
-        reply = await client.publish_directive()
+        reply = await _newest(client)
         number = reply.round
         convicted = {PeerKey(c.peer): Pardon(PeerKey(c.peer), Round(c.round)) for c in reply.convictions}
-        if reply.directive:
-            directives.append(run.decoder.decode(reply.directive, Directive))
+        directives = [run.decoder.decode(reply.directive, Directive)] if reply.directive else []
     except CoordinatorUnreachable as e:
         click.echo(f"the coordinator does not answer ({e})", err=True)
-    # Without a directive, one that changes nothing.
-    newest = max((d.body for d in directives), key=lambda b: b.precedence, default=Directive(run.spec.run_id, 0))
-    return RunStatus(newest, number, convicted)
+        directives, _ = run.directives.read()
+        directives += [order.directive for order in run.directives.left()]
+    newest = max(directives, key=lambda d: d.body.precedence, default=None)
+    if newest is None:
+        return RunStatus(Directive(run.spec.run_id, 0), number, convicted)  # it changes nothing
+    return RunStatus(newest.body, number, convicted, newest.digest)
+
+
+async def _newest(client: CoordinatorClient) -> DirectiveReply:
+    """Return the coordinator's answer once it knows the newest directive: it may be without it after its start.
+
+    Raises CairnError.
+    """
+    end_at, said = time.monotonic() + WAIT_SECONDS, ""
+    while (reply := await client.publish_directive()).wait:
+        if time.monotonic() > end_at:
+            raise CairnError(f"{reply.wait}: look at the coordinator's log, and give the order again")
+        if reply.wait != said:
+            click.echo(f"waiting for up to two minutes: {reply.wait}", err=True)
+        said = reply.wait
+        await asyncio.sleep(LOOK_SECONDS)
+    return reply
 
 
 async def _send(run: OwnedRun, change: DirectiveChange) -> bool:
+    from coordinator.directive_file import LeftOrder
+
     async with _client(run) as client:
         status = await _status(run, client)
         body = change(status)
@@ -466,10 +492,10 @@ async def _send(run: OwnedRun, change: DirectiveChange) -> bool:
         body = replace(body, sequence=max(status.body.sequence + 1, int(time.time() * 1000)))
         directive = KeySigner(run.owner).sign(body)
         if status.round is None:
-            run.directives.append(directive)
+            run.directives.leave(LeftOrder(directive, status.base))
             click.echo(f"the order is left in {run.folder}: the coordinator publishes it when it is started again")
             return False
-        await client.publish_directive(directive.encoded)
+        await client.publish_directive(directive.encoded, status.base)
         await _wait_until_spread(client)
         return True
 

@@ -242,26 +242,30 @@ class CertificatesReply(_message.Message):
     def __init__(self, certificates: _Optional[_Iterable[bytes]] = ..., more: bool = ...) -> None: ...
 
 class DirectiveRequest(_message.Message):
-    __slots__ = ("run", "directive")
+    __slots__ = ("run", "directive", "base")
     RUN_FIELD_NUMBER: _ClassVar[int]
     DIRECTIVE_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
     run: bytes
     directive: bytes
-    def __init__(self, run: _Optional[bytes] = ..., directive: _Optional[bytes] = ...) -> None: ...
+    base: bytes
+    def __init__(self, run: _Optional[bytes] = ..., directive: _Optional[bytes] = ..., base: _Optional[bytes] = ...) -> None: ...
 
 class DirectiveReply(_message.Message):
-    __slots__ = ("directive", "round", "peers", "informed", "convictions")
+    __slots__ = ("directive", "round", "peers", "informed", "convictions", "wait")
     DIRECTIVE_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     INFORMED_FIELD_NUMBER: _ClassVar[int]
     CONVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_FIELD_NUMBER: _ClassVar[int]
     directive: bytes
     round: int
     peers: int
     informed: int
     convictions: _containers.RepeatedCompositeFieldContainer[Conviction]
-    def __init__(self, directive: _Optional[bytes] = ..., round: _Optional[int] = ..., peers: _Optional[int] = ..., informed: _Optional[int] = ..., convictions: _Optional[_Iterable[_Union[Conviction, _Mapping]]] = ...) -> None: ...
+    wait: str
+    def __init__(self, directive: _Optional[bytes] = ..., round: _Optional[int] = ..., peers: _Optional[int] = ..., informed: _Optional[int] = ..., convictions: _Optional[_Iterable[_Union[Conviction, _Mapping]]] = ..., wait: _Optional[str] = ...) -> None: ...
 
 class Conviction(_message.Message):
     __slots__ = ("peer", "round")

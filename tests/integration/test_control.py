@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import shutil
 import time
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ import pytest
 from cairn.commands import control as owner_commands
 from coordinator import control
 from coordinator.checkpoints.archive import ArchivedState
-from coordinator.directive_file import FILE, DirectiveFile
+from coordinator.directive_file import FILE, DirectiveFile, LeftOrder
 from coordinator.errors import RefusedError
 from peer.coordinator_client import CoordinatorRefused
 from protocol.errors import CairnError
@@ -394,6 +395,95 @@ async def test_a_rollback_is_not_done_again_when_the_folder_was_lost_and_the_led
     async with running(tmp_path, swarm=swarm) as (coordinator, _):
         await control.asyncio.sleep(0.1)
         assert coordinator.chain.posted == last and not coordinator.indexer.problem
+
+
+KEY1, KEY2 = peer(1).key, peer(2).key
+
+
+@pytest.fixture
+def own(monkeypatch):
+    """Let the commands find a run in this folder, whose coordinator is this one; None: nothing answers."""
+    monkeypatch.setattr(owner_commands, "SPREAD_SECONDS", 0.0)
+
+    def owning(folder, coordinator=None):
+        nowhere = Invite(RUN, Digest(bytes(32)), (HostPort("127.0.0.1", 9),))
+        owned = owner_commands.OwnedRun(folder, OWNER, SPEC, coordinator.invite() if coordinator else nowhere)
+        monkeypatch.setattr(owner_commands, "open_run", lambda *_: owned)
+
+    return owning
+
+
+@pytest.mark.asyncio
+async def test_an_order_that_was_left_in_a_restored_folder_does_not_undo_what_was_ordered_since(tmp_path, own, caplog):
+    """The whole folder is restored, and the owner gives an order before the coordinator runs again."""
+    folder, copy = tmp_path / "run", tmp_path / "copy"
+    folder.mkdir()
+    old = word(5)
+    async with running(folder) as (coordinator, _):
+        async with client(coordinator) as c:
+            await c.publish_directive(old.encoded)
+    shutil.copytree(folder, copy)
+    since = word(9, banned=(KEY1,), changes=RoundChanges(max_members=9), run_status="paused")
+    own(copy)
+    done = await asyncio.to_thread(cairn, "run", "ban", copy, str(KEY2))
+    assert done.returncode == 0 and "the order is left in" in done.stdout
+    async with running(copy, swarm=FakeSwarm(SPEC)) as (coordinator, swarm):
+        assert coordinator.control.wait_reason()
+        swarm.beat(1, admission=b"x", directive_sequence=9)
+        await asyncio.sleep(0.3)
+        assert swarm.directives == [old], "it waits for what the member has"
+        swarm.directives.append(since)
+        swarm.changed()
+        await until(lambda: "it is not given. Give it again. It was: running; 1 banned" in caplog.text)
+        assert coordinator.control.newest == since == swarm.directives[-1]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("rolled_back", [False, True])
+async def test_an_order_at_a_restored_coordinator_is_made_from_what_the_swarm_has(tmp_path, own, rolled_back):
+    """`directives` and `store/` are not restored, and the owner gives an order before a member has sent anything."""
+    swarm = FakeSwarm(SPEC)
+    for i in range(8):
+        swarm.chain.add({0: 1, 1: 1 + i})
+    async with running(tmp_path, swarm=swarm) as (coordinator, _):
+        await until(lambda: coordinator.chain.posted and coordinator.chain.posted[0] >= 4, "round 4 is posted")
+    assert not (tmp_path / FILE).exists()
+    swarm.forget_subscribers()
+    back = Rollback(1, swarm.chain.certificates[2].digest, Round(3), state(3)) if rolled_back else None
+    theirs = word(9, banned=(KEY1,), run_status="paused", rollback=back)
+    async with running(tmp_path, swarm=swarm) as (coordinator, _):
+        async with client(coordinator) as c:
+            reply = await c.publish_directive()
+            assert not reply.directive and "no member has answered" in reply.wait
+        own(tmp_path, coordinator)
+        ordering = asyncio.create_task(asyncio.to_thread(cairn, "run", "ban", tmp_path, str(KEY2)))
+        await asyncio.sleep(1)
+        swarm.beat(1, admission=b"x", directive_sequence=9)
+        await asyncio.sleep(1)
+        assert not swarm.directives
+        if rolled_back:
+            swarm.chain = swarm.chain.fork(3)
+        swarm.directives.append(theirs)
+        swarm.changed()
+        done = await ordering
+        newest = coordinator.control.newest
+    assert done.returncode == 0 and "waiting for up to two minutes" in done.stderr, done.stderr
+    assert newest is not None and newest == swarm.directives[-1]
+    assert newest.body.banned == tuple(sorted((KEY1, KEY2)))
+    assert newest.body.run_status == "paused" and newest.body.rollback == back
+
+
+def test_orders_that_wait_stay_in_a_full_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("coordinator.directive_file.FULL", 1)
+    stored = DirectiveFile(tmp_path, MessageDecoder(RUN, OWNER.key, remember=4))
+    waiting, refused, given = (LeftOrder(word(n), bytes(state(n))) for n in (3, 4, 5))
+    stored.leave(waiting)
+    stored.leave(refused)
+    stored.leave(given)
+    stored.mark_refused(refused.directive)
+    stored.append(given.directive)
+    stored.append(word(6))
+    assert stored.left() == [waiting] and [d.body.sequence for d in stored.read()[0]] == [6]
 
 
 def test_a_line_torn_by_a_kill_is_left_out_and_the_next_stands_alone(tmp_path):

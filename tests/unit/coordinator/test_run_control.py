@@ -1,4 +1,7 @@
-"""A directive that was begun is followed to its end: without its caller, after a fault, and by a repeated command."""
+"""A directive that was begun is followed to its end: without its caller, after a fault, and by a repeated command.
+
+No order is given while the swarm may know a newer one.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,21 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from coordinator import control
 from coordinator.chain_indexer import ChainIndexer
 from coordinator.control import RunControl
 from coordinator.credits.plausibility import PlausibilityCheck
-from coordinator.directive_file import DirectiveFile
+from coordinator.directive_file import DirectiveFile, LeftOrder
 from coordinator.directives import DirectiveEffects
-from coordinator.errors import LedgerError
+from coordinator.errors import LedgerError, RefusedError
 from coordinator.finalizer import Finalizer
 from coordinator.indexed_chain import IndexedChain
 from coordinator.ledger_thread import LedgerThread
 from protocol.audits import AuditRule
 from protocol.ids import Round
 from protocol.message_codec import KeySigner, MessageDecoder
-from protocol.messages import Directive, Rollback
-from tests.support.coordinator_fakes import FakeSwarm, make_spec, state
+from protocol.messages import Directive, Rollback, Verdict
+from tests.support.coordinator_fakes import FakeSwarm, make_spec, peer, state
 from tests.support.specs import OWNER
 from tests.support.waiting import ended, until
 
@@ -51,6 +55,8 @@ class World:
             lambda: 1000.0, self.roll_back,
         )  # fmt: skip
         to = swarm.chain.certificates[2].digest
+        self.time = 0.0
+        self.control.clock = lambda: self.time
         self.order = KeySigner(OWNER).sign(Directive(SPEC.run_id, 3, rollback=Rollback(1, to, Round(3), state(3))))
 
     async def roll_back(self, rollback):
@@ -84,11 +90,11 @@ class World:
 
 
 @asynccontextmanager
-async def running(folder):
+async def running(folder, *, archived=False):
     w = World(folder)
     await w.ledger.open(folder / "ledger.sqlite", SPEC)
     await w.indexer.read_ledger()
-    await w.control.start()
+    await w.control.start(archived=archived)
     w.indexer.start()
     await until(lambda: w.chain.posted is not None and w.chain.posted[0] == 4)
     try:
@@ -148,3 +154,88 @@ async def test_a_fault_that_lasts_is_said_once_though_it_is_tried_again_and_agai
 
         await until(tried_four_times)
         assert caplog.text.count("is not followed to its end here") == 1
+
+
+def word(sequence, **fields):
+    return KeySigner(OWNER).sign(Directive(SPEC.run_id, sequence, **fields))
+
+
+async def test_after_a_start_an_order_waits_until_members_are_heard_or_are_none(tmp_path):
+    async with running(tmp_path, archived=True) as w:
+        for time, why in ((0, "no member has answered"), (control.WAIT_SECONDS - 1, "no member has answered")):
+            w.time = time
+            with pytest.raises(RefusedError, match=f"{why}.*: give the order again in a minute"):
+                await w.control.accept(word(1).encoded)
+            assert why in w.control.wait_reason() and not w.swarm.directives
+        w.time = control.WAIT_SECONDS
+        await w.control.accept(word(1).encoded)
+        assert not w.control.wait_reason() and len(w.swarm.directives) == 1
+    async with running(tmp_path) as w:  # the folder's own directive shows that the run has begun
+        w.swarm.beat(1)
+        assert "no member has answered" in w.control.wait_reason(), "one without an admission is anybody"
+        w.swarm.beat(2, admission=b"x")
+        assert "have just begun to answer" in w.control.wait_reason()
+        w.time = control.SETTLE_BEATS * SPEC.round.heartbeat_seconds
+        assert not w.control.wait_reason()
+
+
+async def test_a_member_that_claims_a_newer_directive_delays_an_order_and_prevents_none(tmp_path):
+    async with running(tmp_path) as w:
+        w.swarm.beat(1, admission=b"x", directive_sequence=2**60)
+        with pytest.raises(RefusedError, match="a member has a newer directive of the owner, which is not here yet"):
+            await w.control.accept(word(1).encoded)
+        w.time = control.WAIT_SECONDS
+        await w.control.accept(word(1).encoded)
+        w.swarm.beat(2, admission=b"x", directive_sequence=2**61)
+        await w.control.accept(word(2).encoded)
+        w.time += control.CLAIM_SECONDS
+        assert "a member has a newer directive" in w.control.wait_reason()
+
+
+async def test_verdicts_wait_as_orders_do(tmp_path):
+    verdict = Verdict(state(1), peer(1).key, "too much")
+    theirs = word(5, run_status="paused", banned=(peer(1).key,))
+    async with running(tmp_path, archived=True) as w:
+        w.indexer.verdicts = (verdict,)
+        w.swarm.beat(1, admission=b"x", directive_sequence=5)
+        w.time = control.WAIT_SECONDS - 1
+        w.control.tend()
+        await asyncio.sleep(0.3)
+        assert not w.swarm.directives
+        w.swarm.directives.append(theirs)
+        w.swarm.changed()
+
+        def given():
+            w.indexer.verdicts = (verdict,)
+            w.control.tend()
+            newest = w.control.newest
+            return newest is not None and newest.body.verdicts == (verdict,) and newest.body
+
+        w.time += control.WAIT_SECONDS
+        body = await until(given)
+        assert body.banned == theirs.body.banned and body.run_status == "paused"
+
+
+async def test_an_order_counts_only_if_it_was_made_from_the_newest_directive(tmp_path):
+    async with running(tmp_path) as w:
+        first = await w.control.accept(word(1, banned=(peer(1).key,)).encoded, b"")
+        for base in (b"", bytes(state(1))):
+            with pytest.raises(RefusedError, match="another directive was given meanwhile"):
+                await w.control.accept(word(2).encoded, base)
+        assert w.control.newest == first
+        second = await w.control.accept(word(3).encoded, bytes(first.digest))
+        assert await w.control.accept(second.encoded, bytes(first.digest)) == second, "the same one again"
+
+
+async def test_orders_that_were_left_are_given_in_order_if_they_are_made_from_the_newest(tmp_path, caplog):
+    orders = [word(n, run_status=status) for n, status in ((1, "paused"), (2, "running"), (3, "ended"))]
+    first, second, stale = orders
+    file = World(tmp_path).file
+    file.leave(LeftOrder(second, bytes(first.digest)))
+    file.leave(LeftOrder(first, b""))
+    file.leave(LeftOrder(stale, bytes(first.digest)))
+    async with running(tmp_path) as w:
+        w.control.tend()
+        await until(lambda: "it is not given. Give it again. It was: ended" in caplog.text)
+        assert w.swarm.directives == [first, second] and w.control.newest == second
+        assert not w.file.left() and not w.control.wait_reason()
