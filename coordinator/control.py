@@ -297,8 +297,8 @@ class RunControl:
                 continue
             await asyncio.to_thread(self.file.mark_refused, order.directive)
             log.error(
-                "an order that was left in the run's folder was made from an older directive than the swarm's, and "
-                "would undo what was ordered since: it is not given. Give it again. It was: %s",
+                "an order that was left in the run's folder was made from an older directive than the newest, and "
+                "would undo what was ordered since: it is not given. Give it again if you still want it. It was: %s",
                 describe(order.directive.body),
             )
         self._is_order_left = False

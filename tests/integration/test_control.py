@@ -434,7 +434,7 @@ async def test_an_order_that_was_left_in_a_restored_folder_does_not_undo_what_wa
         assert swarm.directives == [old], "it waits for what the member has"
         swarm.directives.append(since)
         swarm.changed()
-        await until(lambda: "it is not given. Give it again. It was: running; 1 banned" in caplog.text)
+        await until(lambda: "Give it again if you still want it. It was: running; 1 banned" in caplog.text)
         assert coordinator.control.newest == since == swarm.directives[-1]
 
 

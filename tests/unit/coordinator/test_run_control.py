@@ -236,6 +236,16 @@ async def test_orders_that_were_left_are_given_in_order_if_they_are_made_from_th
     file.leave(LeftOrder(stale, bytes(first.digest)))
     async with running(tmp_path) as w:
         w.control.tend()
-        await until(lambda: "it is not given. Give it again. It was: ended" in caplog.text)
+        await until(lambda: "Give it again if you still want it. It was: ended" in caplog.text)
         assert w.swarm.directives == [first, second] and w.control.newest == second
         assert not w.file.left() and not w.control.wait_reason()
+
+
+async def test_an_order_that_the_swarms_rollback_replaces_is_said_to_be_lost(tmp_path, caplog):
+    """Nobody was there when it was given, so nothing showed that the swarm was rolled back."""
+    async with running(tmp_path) as w:
+        await w.control.accept(word(9, run_status="paused").encoded, b"")
+        w.publish(w.order)
+        w.swarm.changed()
+        await until(w.is_done)
+        assert w.control.newest == w.order and "does not count: give it again" in caplog.text
