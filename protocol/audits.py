@@ -244,8 +244,8 @@ def draw_jury(seed: bytes, author: PeerKey, stakes: Mapping[PeerKey, int], rule:
     stake from all, and a key has as many votes as seats. So a coalition has its share of the votes, however many keys
     it has, and many keys with little stake make no jury a sample.
 
-    A sample decides with more than two thirds of its seats. A third of the stake has so many in 1 of 10^8 draws, and
-    more than half of them in 1 of 500: each update draws anew, and who decides may take the stake of all who disagree.
+    A sample decides with more than two thirds of its seats. A third of the stake has that in 1 of 10^8 draws, and more
+    than half of the seats in 1 of 500. Each update has a draw, and those who decide may take the stake of all others.
 
     Auditors and the author are drawn like all others. The author has no say, but its votes count. Otherwise liars with
     less than half of all stake could have more than half of the rest, and convict the honest.
