@@ -59,6 +59,8 @@ class ActionHandler:
                 await asyncio.to_thread(self.certificates.store_finalization, message, awaited=awaited)
             case actions.StoreDirective(message):
                 await asyncio.to_thread(self.certificates.store_directive, message)
+            case actions.StoreHeader(message):
+                await asyncio.to_thread(self.certificates.store_header, message)
             case actions.StoreEpoch(epoch):
                 await asyncio.to_thread(store_epoch, self.store, epoch)
             case actions.Broadcast(message):

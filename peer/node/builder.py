@@ -93,6 +93,7 @@ def build_node(
         blob_size=codec.size,
         assets=assets(spec),
         report_signer=report_signer,
+        announced=certificates.own_header(me, time.time()),
     )
     paces = paces or Paces()
     network = Network(membership, tasks, options.listen, options.announce, chain.is_banned, start_swarm, paces=paces)

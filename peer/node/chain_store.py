@@ -11,15 +11,15 @@ from peer.store import Store
 from protocol.bounded import BoundedDict
 from protocol.chain import Chain, ChainLimits, UnknownParent
 from protocol.errors import ChainError, FinalizedConflict, MalformedError, ProtocolError
-from protocol.ids import Digest, Round
+from protocol.ids import Digest, PeerKey, Round
 from protocol.message_codec import MessageDecoder, encode_certificate
-from protocol.messages import MAX_CERTIFICATES, Certificate, Directive, Finalization, Signed
+from protocol.messages import MAX_CERTIFICATES, Certificate, Directive, Finalization, Signed, UpdateHeader
 from protocol.spec import RunSpec
 from protocol.wire import swarm_pb2 as wire
 
 log = logging.getLogger(__name__)
 
-FINALIZATION, PENDING, DIRECTIVE = "finalization", "pending-finalization", "directive"
+FINALIZATION, PENDING, DIRECTIVE, HEADER = "finalization", "pending-finalization", "directive", "update-header"
 """Names of the values in the store."""
 
 MAX_HAVE = 256
@@ -116,6 +116,22 @@ class ChainStore:
     def store_directive(self, directive: Signed[Directive]) -> None:
         """Write the newest directive; it is on disk on return. Raises StoreError."""
         self._store.write_value(DIRECTIVE, directive.encoded)
+
+    def store_header(self, header: Signed[UpdateHeader]) -> None:
+        """Write our newest header, in place of the one before; it is on disk on return. Raises StoreError."""
+        self._store.write_value(HEADER, header.encoded)
+
+    def own_header(self, me: PeerKey, unix_seconds: float) -> Signed[UpdateHeader] | None:
+        """Return the header of the last `store_header`, unless its admission has ended. Raises StoreError."""
+        if (encoded := self._store.read_value(HEADER)) is None:
+            return None
+        try:
+            header = self._decoder.decode_header(encoded)
+            self._decoder.decode_admission_at(header.body.admission, me, unix_seconds)
+        except ProtocolError as e:
+            log.info("the stored header is left out: %s", e)
+            return None
+        return header
 
     def answer(self, request: wire.ChainRequest) -> wire.ChainReply:
         """Return the certificates that the requester is missing, as far as memory goes.

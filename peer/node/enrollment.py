@@ -180,8 +180,8 @@ class Enrollment:
     async def renew(self) -> None:
         """Request an admission, and adopt it once half of the present one's time is over, or if it has another name.
 
-        A header that is signed again after a crash must have the same admission: two headers of one round are
-        equivocation. The request is made all the same: the coordinator may refuse. Raises CairnError then.
+        The request is made all the same: the coordinator may refuse. Raises CairnError then. An announced header keeps
+        the admission that it was signed with (`StoreHeader`): two headers of one round are equivocation.
         """
         if self.client is None:
             raise PeerError("an observer is not admitted to anything")

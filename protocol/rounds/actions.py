@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from protocol.audits import UpdateCheck
 from protocol.ids import Digest, PeerKey, Round
-from protocol.messages import Certificate, Directive, Rollback, RoundRecord, Signed
+from protocol.messages import Certificate, Directive, Rollback, RoundRecord, Signed, UpdateHeader
 from protocol.rounds.policy import RoundPolicy
 
 
@@ -122,6 +122,13 @@ class StoreDirective:
     """Store the owner's newest directive."""
 
     message: Signed
+
+
+@dataclass(frozen=True, slots=True)
+class StoreHeader:
+    """Store our newest header in place of the one before: durably, before the actions that follow announce it."""
+
+    message: Signed[UpdateHeader]
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +290,7 @@ Action = (
     | StoreCertificate
     | StoreFinalization
     | StoreDirective
+    | StoreHeader
     | StoreEpoch
     | DirectivesChanged
     | ApplyRecord

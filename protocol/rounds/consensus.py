@@ -18,7 +18,7 @@ from protocol.messages import (
     quorum,
     shards_digest,
 )
-from protocol.rounds.actions import Broadcast
+from protocol.rounds.actions import Broadcast, StoreHeader
 from protocol.rounds.awaited_members import AwaitedMembers
 from protocol.rounds.blobs import BlobRole
 from protocol.rounds.context import Context
@@ -54,9 +54,12 @@ class Consensus:
     leaves a record that the owner has finalized, except by the owner's rollback.
     """
 
-    def __init__(self, context: Context, sync: StateSync):
+    def __init__(self, context: Context, sync: StateSync, announced: Signed[UpdateHeader] | None = None):
         self._context = context
         self._sync = sync
+        self._last_header = announced
+        """Our newest header, from before a restart too: the same update is never announced by another one."""
+
         self.round: RoundState | None = None
         """The open round; None before the first, and when its parent left the chain."""
 
@@ -298,12 +301,19 @@ class Consensus:
             admission=admission,
         )  # fmt: skip
         header = context.signer.sign(body)
+        last = self._last_header
+        is_stored = last is not None and replace(last.body, admission=header.body.admission) == header.body
+        if last is not None and is_stored:
+            header = last  # only the admission is newer, and a second header of one round is equivocation
         if (reason := round_.header_refusal(header, context.accepts_size)) is not None:
             context.notify("error", "refused", f"our own update cannot be announced: {reason}")
             return
         if round_.add_header(header, context.now, context.members.has_room_for):
             self._announced(round_)
             context.chain.announce(header)
+            if not is_stored:
+                self._last_header = header
+                context.emit(StoreHeader(header))
             context.emit(Broadcast(header))
 
     def _state(self) -> Digest:

@@ -103,19 +103,20 @@ class RoundMachine:
         status: LocalStatus | None = None,
         assets: Set[Digest] = frozenset(),
         report_signer: Signer | None = None,
+        announced: Signed[UpdateHeader] | None = None,
     ):
         """`chain` is loaded with what the store holds, and is the machine's from now on. Anybody may have `assets`.
 
         `blob_size` is the size in bytes of updates of the run's codec: a number, or a predicate; None accepts any size.
         `report_signer` signs the reports on the checks of `AuditUpdate`; None: the driver cannot make them. An
-        `observer` with one is a peer that audits without training.
+        `observer` with one is a peer that audits without training. `announced` is the header of the last `StoreHeader`.
         """
         accepts_size = blob_size if callable(blob_size) else (lambda size: blob_size in (None, size))
         is_peer = not observer or report_signer is not None
         self._context = Context(policy, run, signer, chain, observer, is_peer, accepts_size, now)
         self._status = status or LocalStatus()
         self._sync = StateSync(self._context)
-        self._consensus = Consensus(self._context, self._sync)
+        self._consensus = Consensus(self._context, self._sync, announced)
         self._audits = AuditScheduler(self._context, report_signer)
         self._directives = DirectiveGossip(self._context)
         self._departure = Departure(self._context)

@@ -76,6 +76,7 @@ class Node:
         self.final: Signed[Finalization] | None = None
         self.pending: Signed[Finalization] | None = None
         self.directive: Signed[Directive] | None = None
+        self.header: Signed[UpdateHeader] | None = None
         self.blobs: set[Digest] = set()
         self.slices: set[tuple[Digest, int, int]] = set()
         """Of others' updates: blob, number of parts, part."""
@@ -107,7 +108,7 @@ class Node:
         )
         self.machine = self.machine_type(
             w.policy, w.run, self.signer, chain, now=w.clock.now, observer=self.observer, blob_size=1000,
-            report_signer=self.reporter if w.audits else None,
+            report_signer=self.reporter if w.audits else None, announced=self.header,
         )  # fmt: skip
         self.tick_at = float("inf")
         self.trainer_record: Digest | None = None
@@ -184,6 +185,8 @@ class Node:
                     self.final = message
             case do.StoreDirective(message):
                 self.directive = message
+            case do.StoreHeader(message):
+                self.header = message
             case do.StoreEpoch() | do.AcquireTrainer():
                 pass  # a restarted trainer has learnt nothing, and a move follows
             case do.Broadcast(message):

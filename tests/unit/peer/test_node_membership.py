@@ -165,7 +165,7 @@ async def test_a_refusal_is_a_refusal_also_with_a_valid_admission(store, client,
 async def test_a_restart_keeps_the_admission_for_half_of_its_time_and_asks_the_coordinator_all_the_same(
     store, client, tmp_path, left, kept
 ):
-    """The header of an open round is signed again after a crash: with another admission it would be a second one."""
+    """With another admission a header would be a second one: an announced one is kept as it is (`StoreHeader`)."""
     client.seconds = int(left * RUN.admission.seconds)  # of an earlier visit
     before = (await enter(store, tmp_path)).admission
     client.seconds = RUN.admission.seconds

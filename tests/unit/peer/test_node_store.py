@@ -22,11 +22,11 @@ from protocol.errors import FinalizedConflict, MalformedError
 from protocol.identity import Identity
 from protocol.ids import Digest, Round
 from protocol.message_codec import KeySigner, MessageDecoder, encode_certificate
-from protocol.messages import Certificate, Finalization, Signed
+from protocol.messages import Certificate, Finalization, Signed, UpdateHeader
 from protocol.rounds.update_fate import UpdateFate
 from protocol.wire import swarm_pb2 as wire
 from tests.support.coordinator_fakes import ChainMaker, make_spec, state
-from tests.support.specs import OWNER
+from tests.support.specs import OWNER, admission, identity
 
 SPEC = make_spec(genesis={"digest": state(0).hex(), "size": 524_288})  # a checkpoint every 5 rounds
 LIMITS = ChainLimits(max_update_windows=64, max_members=8)
@@ -121,6 +121,20 @@ def test_what_was_kept_is_there_after_a_restart_with_its_final(store):
     log.store_finalization(signed_final(made.certificates[2]), awaited=False)
     chain = log_over(store).chain
     assert chain.head == made.head and chain.required_ancestor == made.certificates[2].digest
+
+
+def test_our_last_header_is_there_after_a_restart_until_its_admission_has_ended(store):
+    me, ends = identity("me"), 2_000_000_000
+    assert log_over(store).own_header(me.key, ends) is None
+    name = SPEC.genesis.name
+    body = UpdateHeader(
+        SPEC.run_id, Round(0), name, name, 0, 0, 2, 1, name, 9, 0.1, admission(SPEC, me, not_after=ends).encoded
+    )  # fmt: skip
+    header = KeySigner(me).sign(body)
+    log_over(store).store_header(header)
+    log = log_over(store)
+    assert log.own_header(me.key, ends) == header
+    assert log.own_header(me.key, ends + 3600) is None and log.own_header(OWNER.key, ends) is None
 
 
 def test_a_finalization_in_force_is_so_after_a_restart_though_a_newer_one_awaits_its_record(store):
