@@ -10,6 +10,7 @@ from peer.channel.messages import (
     Applied,
     Apply,
     Choice,
+    DataUnavailable,
     Failed,
     FromTrainer,
     Load,

@@ -313,6 +313,13 @@ class Note(_Message):
 
 
 @dataclass(frozen=True, slots=True)
+class DataUnavailable(_Message):
+    """No source gives the right bytes of a data shard. The trainer tries again from time to time: see its notes."""
+
+    shard: DigestField
+
+
+@dataclass(frozen=True, slots=True)
 class Failed(_Message):
     """A request (start, load, update, apply, write), training (train, memory) or the channel failed: why, what to do.
 
@@ -326,10 +333,10 @@ class Failed(_Message):
 
 
 ToTrainer = Start | Load | MakeUpdate | Apply | WriteCheckpoint | Orders | Stop
-FromTrainer = Ready | Progress | UpdateMade | NothingDone | Applied | Stopped | Note | Failed
+FromTrainer = Ready | Progress | UpdateMade | NothingDone | Applied | Stopped | Note | DataUnavailable | Failed
 
 _KINDS = (Start, Load, MakeUpdate, Apply, WriteCheckpoint, Orders, Stop) + (
-    Ready, Progress, UpdateMade, NothingDone, Applied, Stopped, Note, Failed,
+    Ready, Progress, UpdateMade, NothingDone, Applied, Stopped, Note, DataUnavailable, Failed,
 )  # fmt: skip
 _ADAPTERS: dict[str, TypeAdapter[Any]] = {kind.__name__: TypeAdapter(kind) for kind in _KINDS}
 

@@ -85,10 +85,7 @@ class StateLoader:
         """
         for blob in self.blobs_in_use:
             self.updates.forget([blob])
-            with contextlib.suppress(BlobMissing):  # the store has reported it
-                first = 0
-                while not await asyncio.to_thread(self.store.verify, blob, first, VERIFY_CHUNKS):
-                    first += VERIFY_CHUNKS
+            await drop_if_damaged(self.store, blob)
 
     async def run(self, send: Callable[[ToTrainer], Awaitable[None]]) -> None:
         """Make one move after the other, until cancelled. `send` gives a message to the trainer."""
@@ -202,6 +199,14 @@ class StateLoader:
     def _checkpoint_path(self, number: Round, is_checkpoint: bool) -> Path | None:
         """Return the file for the trainer to write the state of this round to; None when it is not to be kept."""
         return self.store.scratch / f"state-{number}.safetensors" if is_checkpoint else None
+
+
+async def drop_if_damaged(store: Store, blob: Digest) -> None:
+    """Verify a blob if it is here. The store reports and drops a damaged one. Raises StoreError."""
+    with contextlib.suppress(BlobMissing):
+        first = 0
+        while not await asyncio.to_thread(store.verify, blob, first, VERIFY_CHUNKS):
+            first += VERIFY_CHUNKS
 
 
 def _target(action: ApplyRecord | SyncState, run: RunId) -> Digest:

@@ -16,16 +16,18 @@ from dataclasses import dataclass, replace
 
 from peer import channel
 from peer.errors import TrainerDied
+from peer.fetched_data import fetched_shards
 from peer.node.blob_retention import BlobRetention
 from peer.node.events import Post
 from peer.node.network import Network
 from peer.node.options import NodeOptions
 from peer.node.rest import RestWish
 from peer.node.round_blob_fetcher import RoundBlobFetcher
-from peer.node.state_loader import StateLoader
+from peer.node.state_loader import StateLoader, drop_if_damaged
 from peer.node.tasks import Tasks
 from peer.node.trainer_files import (
     fetch_assets,
+    fetch_training_files,
     remove_drafts,
     remove_outdated_state,
     remove_saved_state,
@@ -36,6 +38,7 @@ from peer.node.usage_log import UsageLog
 from peer.store import Store, StoreError
 from peer.swarm.pace import Pace
 from protocol.chain import Chain
+from protocol.errors import CairnError
 from protocol.ids import Digest, PeerKey
 from protocol.rounds import events
 from protocol.rounds.actions import ApplyRecord, KeepState, RequestUpdate, SyncState
@@ -77,6 +80,7 @@ class TrainerClient:
     supervise: Callable[..., TrainerSupervisor] = TrainerSupervisor
 
     def __post_init__(self) -> None:
+        self._network: Network | None = None
         self._start: channel.Start | None = None
         self._supervisor: TrainerSupervisor | None = None
         self._launched = asyncio.Event()
@@ -88,6 +92,8 @@ class TrainerClient:
         self._changing: asyncio.Task[None] | None = None
         """The task that ends the process for a rest or a rollback, or starts the next one after it."""
         self._verifying: asyncio.Task[None] | None = None
+        self._repairing: asyncio.Task[None] | None = None
+        """The task that fetches a damaged data shard again."""
         self._keeping: Digest | None = None
         """The record of the last `KeepState`."""
         self._missing = 0
@@ -101,7 +107,7 @@ class TrainerClient:
 
     async def begin(self, network: Network) -> None:
         """Fetch what the trainer needs, and start it. Raises CairnError."""
-        folder = self.options.folder
+        folder, self._network = self.options.folder, network
         await fetch_assets(self.spec, self.store, network, private_data=self.options.private_data)
         self._start = start_message(self.spec, self.store, self.me, self.options)
         remove_outdated_state(self.store, self.chain, folder / "trainer")
@@ -293,6 +299,9 @@ class TrainerClient:
                     self.post(events.StateNotKept(self._keeping))
                 elif what == "update" and not fatal:
                     self.post(events.SyncFailed(self.chain.head, reason))
+            case channel.DataUnavailable(shard) if self._network is not None:
+                if self._repairing is None or self._repairing.done():
+                    self._repairing = self.tasks.spawn(self._repair_shard(shard, self._network), "data shard")
             case channel.Note(level, _, text):
                 log.log(LEVELS[level], "%s", text)
             case channel.Ready():
@@ -322,6 +331,20 @@ class TrainerClient:
         except StoreError as e:
             log.error("%s", e)
         self.post(events.SyncFailed(self.chain.head, reason))
+
+    async def _repair_shard(self, shard: Digest, network: Network) -> None:
+        """Fetch a data shard again if it is damaged, or gone. The trainer then finds it at its next attempt."""
+        private = self.options.private_data
+        try:
+            await drop_if_damaged(self.store, shard)
+            is_fetched = any(s.name == shard for s in fetched_shards(self.spec, private_data=private))
+            if self.store.has(shard) or not is_fetched:
+                return
+            log.warning("data shard %s is fetched from members again: training waits for it", shard.short)
+            await fetch_training_files(self.spec, self.store, network, private_data=private)
+            log.info("data shard %s is here again: training goes on", shard.short)
+        except (CairnError, asyncio.TimeoutError) as e:
+            log.error("data shard %s is not repaired yet: %s", shard.short, str(e) or "it did not arrive in time")
 
     def _on_lost(self, reason: str) -> None:
         self._stop_verifying()

@@ -172,9 +172,7 @@ class BlobStore:
         except FileNotFoundError:
             raise self._corrupt(digest, "its file is gone") from None
         except OSError as e:
-            if e.errno == errno.EIO:
-                raise self._corrupt(digest, "the disk cannot read it") from None
-            raise StoreError(f"reading blob {digest.short}: {e.strerror}; check the disk") from None
+            raise self._unreadable(digest, e) from None
         if len(data) != expected or leaf_hash(data) != raw[index * 32 : index * 32 + 32]:
             raise self._corrupt(digest, f"chunk {index} is not what it was")
         return data
@@ -380,13 +378,18 @@ class BlobStore:
         except MalformedError:
             raise self._corrupt(digest, "its bytes are not what they were") from None
         except OSError as e:
-            raise StoreError(f"reading blob {digest.short}: {e.strerror}; check the disk") from None
+            raise self._unreadable(digest, e) from None
         with disk(f"writing the leaves of blob {digest.short}"):
             raw = b"".join(leaves)
             write_no_sync(_leaf_file(path), raw, scratch=self.scratch)
         with self._lock:
             self._leaf_lists.renew(digest, raw)
         return raw
+
+    def _unreadable(self, digest: Digest, e: OSError) -> StoreError:
+        if e.errno == errno.EIO:
+            return self._corrupt(digest, "the disk cannot read it")
+        return StoreError(f"reading blob {digest.short}: {e.strerror}; check the disk")
 
     def _corrupt(self, digest: Digest, why: str) -> BlobCorrupt:
         with self._files_lock:

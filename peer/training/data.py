@@ -1,8 +1,9 @@
 """The data that a trainer reads: windows of verified tokens, by index, from this disk or from the spec's addresses.
 
 Every chunk is checked against the shard's digest before one of its tokens is used, whatever its source. A source that
-fails is tried last for a while. One that returns wrong bytes is not used for that shard again. Both are reported by
-name. Memory is bounded by the cache, the leaf hashes in use and the batches that are read ahead.
+fails is tried last for a while. An address that returns wrong bytes is not used for that shard again. This disk is, for
+the node repairs it. All are reported by name. Memory is bounded by the cache, the leaf hashes in use and the batches
+that are read ahead.
 """
 
 from __future__ import annotations
@@ -52,6 +53,10 @@ class BadBytesError(DataError):
 
 class DataUnavailableError(DataError):
     """No source returned a range of a shard. The message lists each source's reason."""
+
+    def __init__(self, shard: Digest, why: str):
+        super().__init__(why)
+        self.shard = shard
 
 
 class WindowReader:
@@ -176,9 +181,12 @@ class WindowReader:
             try:
                 data = get(source)
             except BadBytesError as e:
-                self._distrusted.add((source.name, ref.name))
-                self._report(f"{e}; it is not asked for this shard again")
                 reasons.append(str(e))
+                if isinstance(source, LocalFiles):
+                    self._report(str(e))
+                else:
+                    self._distrusted.add((source.name, ref.name))
+                    self._report(f"{e}; it is not asked for this shard again")
             except SourceError as e:
                 reasons.append(str(e))
                 until, wait = self._backoff.get(source.name, (0.0, BACKOFF_SECONDS))
@@ -190,7 +198,7 @@ class WindowReader:
                     del self._backoff[source.name]
                 return data
         tried = "; ".join(reasons) or "the spec names no address, and the shard is not on this disk"
-        raise DataUnavailableError(f"{what} of shard {ref.name.short} cannot be had: {tried}")
+        raise DataUnavailableError(ref.name, f"{what} of shard {ref.name.short} cannot be had: {tried}")
 
 
 class Batches:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from peer.channel import (
     SAVE_SECONDS,
+    DataUnavailable,
     Failed,
     FromTrainer,
     Load,
@@ -30,7 +31,7 @@ from peer.channel import (
     WriteCheckpoint,
 )
 from peer.errors import ChannelError, SavedStateError, TrainingError
-from peer.training.data import DataError
+from peer.training.data import DataError, DataUnavailableError
 from peer.training.device import choose_device, memory_for, out_of_memory
 from peer.training.flops import mfu
 from peer.training.layers import Level
@@ -177,6 +178,8 @@ class TrainerService:
             wait = min(longest, 2 * self._data_retry[1]) if self._data_retry else first_wait
             self._data_retry = (time.monotonic() + wait, wait)
             self._note("error", "data", f"{e}; trying again in {wait:.0f} s")
+            if isinstance(e, DataUnavailableError):
+                self._end.send(DataUnavailable(e.shard))
             return None
         self._data_retry = None
         return batch

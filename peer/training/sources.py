@@ -23,9 +23,9 @@ from urllib.parse import urljoin, urlsplit
 from peer.errors import PeerError
 from peer.training.background import BackgroundTask
 from protocol.data_address import check_address, is_public, public_url
-from protocol.errors import SpecError
+from protocol.errors import MalformedError, SpecError
 from protocol.ids import Digest
-from protocol.merkle import CHUNK, blob_leaves, chunk_count
+from protocol.merkle import CHUNK, blob_leaves, check_leaves, chunk_count
 
 CACHE_BYTES = 128 * 1024 * 1024
 """Verified chunks that a reader keeps in memory."""
@@ -53,15 +53,19 @@ class LocalFiles:
         self._paths = dict(paths)
 
     def leaves(self, shard: Digest, size: int) -> bytes:
-        """Return the leaf hashes of a shard of `size` bytes, concatenated and unverified. Raises SourceError.
+        """Return the leaf hashes of a shard of `size` bytes, concatenated. Raises SourceError.
 
-        They come from a `.leaves` file of the right size beside the shard; otherwise the shard is hashed.
+        They come from a `.leaves` file beside the shard if they are the shard's. Otherwise the shard is hashed, and
+        they are unverified.
         """
         path = self._path(shard)
         try:
             for beside in (path.with_suffix(".leaves"), path.with_name(path.name + ".leaves")):
                 if beside != path and beside.is_file() and beside.stat().st_size == 32 * chunk_count(size):
-                    return beside.read_bytes()
+                    with contextlib.suppress(OSError, MalformedError):
+                        leaves = beside.read_bytes()
+                        check_leaves(shard, size, [leaves[i : i + 32] for i in range(0, len(leaves), 32)])
+                        return leaves
             if path.stat().st_size != size:
                 raise SourceError(f"{path} has {path.stat().st_size} bytes, the spec says {size}")
             with path.open("rb") as file:

@@ -17,6 +17,7 @@ import pytest
 from peer.channel import (
     Applied,
     Apply,
+    DataUnavailable,
     Failed,
     MakeUpdate,
     Note,
@@ -209,6 +210,7 @@ async def test_without_data_a_trainer_says_so_waits_and_still_applies(world):
         await n.ask(world.load(), Applied)
         note = await n.until(Note, lambda m: m.level == "error")
         assert note.kind == "data" and "trying again" in note.text
+        assert (await n.until(DataUnavailable)).shard == world.spec.data.train[0].name
         assert (await n.until(Progress, lambda p: p.waiting and shares_of(p)["data"] > 0.1)).windows == 0
         assert await n.ask(MakeUpdate(0, GENESIS, world.folder / "u"), NothingDone) == NothingDone(GENESIS)
         await n.ask(Apply(accepted_round(0), (), 0, 0), Applied)

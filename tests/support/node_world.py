@@ -22,6 +22,7 @@ import base58
 
 from peer.channel import (
     Apply,
+    DataUnavailable,
     Failed,
     FromTrainer,
     Load,
@@ -41,6 +42,7 @@ from peer.node.options import NodeOptions
 from peer.node.rest import RestWish
 from peer.store import Store
 from peer.swarm import BlobFetchError, Handlers, PeerUnreachable
+from peer.training.data import DataUnavailableError
 from peer.training.trainer import Trainer
 from protocol.codec import make_codec
 from protocol.errors import CairnError
@@ -258,7 +260,12 @@ class LoopTrainer:
                 if not self._asked.empty():
                     await self._do(trainer, self._asked.get_nowait())
                 elif await self._call(lambda: trainer.steps.may_train):
-                    batch = await self._call(trainer.steps.batches.take, trainer.windows.counter)
+                    try:
+                        batch = await self._call(trainer.steps.batches.take, trainer.windows.counter)
+                    except DataUnavailableError as e:
+                        self._say(DataUnavailable(e.shard))
+                        await asyncio.sleep(0.05)
+                        continue
                     await self._call(trainer.steps.step, batch)
                     windows, loss = trainer.windows, trainer.steps.throughput.recent_loss
                     done = {"trained": trainer.steps.trained_windows, "next_window": windows.counter}

@@ -167,6 +167,21 @@ def test_wrong_bytes_on_this_disk_are_never_given_and_another_source_helps(shard
     assert len(told) == 2 and all("this disk" in t for t in told)
 
 
+def test_this_disk_is_read_again_once_its_shard_is_repaired_also_by_leaves_that_were_wrong(shards):
+    folder, refs, arrays = shards
+    path, leaves = (folder / f"{refs[0].digest}.{kind}" for kind in ("tokens", "leaves"))
+    data = path.read_bytes()
+    leaves.write_bytes(bytes(leaves.stat().st_size))
+    reader = WindowReader(spec(refs), local(folder, refs), report=lambda _: None)
+    for damaged in (data[:10] + bytes([data[10] ^ 1]) + data[11:], data[:-1], b""):
+        path.write_bytes(damaged)
+        with pytest.raises(DataUnavailableError) as e:
+            reader.read([0])
+        assert e.value.shard == refs[0].name
+    path.write_bytes(data)
+    assert np.array_equal(reader.read([0])[0].numpy(), expected(arrays, 0))
+
+
 @pytest.mark.parametrize(
     ("fault", "says"),
     [

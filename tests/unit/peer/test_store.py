@@ -130,6 +130,21 @@ def test_a_damaged_blob_is_removed_and_reported_missing(tmp_path, caplog, damage
         assert store.put(data) == digest and store.read(digest) == data
 
 
+def test_a_blob_that_the_disk_cannot_read_is_removed_also_when_its_leaves_are_lost(tmp_path, monkeypatch):
+    with Store(tmp_path, BIG) as store:
+        path = store.path(digest := store.put(b"abc"))
+    path.with_name(path.name + ".leaves").unlink()
+
+    def fails(chunk: bytes) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with Store(tmp_path, BIG) as store:
+        monkeypatch.setattr(blobs, "leaf_hash", fails)
+        with pytest.raises(BlobCorrupt, match="cannot read it"):
+            store.verify(digest)
+        assert not store.has(digest)
+
+
 def test_no_more_is_taken_than_allowed(tmp_path):
     with Store(tmp_path, 1000) as store:
         store.put(b"a" * 600)

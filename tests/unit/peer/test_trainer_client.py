@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 
 from peer import channel
+from peer.errors import PeerError
 from peer.node import trainer_client
 from peer.node.options import NodeOptions
 from peer.node.rest import RestWish
@@ -22,7 +23,7 @@ from peer.swarm.pace import Pace
 from protocol.ids import Digest, Round
 from protocol.rounds import events
 from protocol.rounds.actions import KeepState, RequestUpdate
-from tests.support.specs import digest, identity
+from tests.support.specs import digest, identity, tiny_spec
 from tests.support.waiting import LIMIT, ended, until
 
 RECORD, STATE = digest("record"), digest("state")
@@ -84,7 +85,7 @@ async def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
             Tasks(), post, RestWish(), Pace(), supervise=cast(Any, Supervisor),
         )  # fmt: skip
         clients.append(client)
-        await ended(client.begin(cast(Any, None)))
+        await ended(client.begin(cast(Any, "the network")))
         return client
 
     yield make
@@ -153,3 +154,24 @@ async def test_training_data_from_addresses_counts_as_what_this_peer_gets(make, 
     client.request_update(RequestUpdate(Round(0), RECORD))
     await until(lambda: client.progress == second, "the progress is here")
     assert client.pace.gone == 900
+
+
+async def test_a_shard_that_nobody_gives_now_is_fetched_at_the_trainer_s_next_attempt(
+    make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
+):
+    fetched: list[Any] = []
+
+    async def fetch(*_: Any, **__: Any) -> None:
+        fetched.append(1)
+        if len(fetched) == 1:
+            raise PeerError("no member answers")
+
+    monkeypatch.setattr(trainer_client, "fetch_training_files", fetch)
+    spec = tiny_spec()
+    with Store(tmp_path / "store", 10**9) as store:
+        client = await make(store, lambda event: None, channel.DataUnavailable(spec.data.train[0].name))
+        client.spec = spec
+        for count in (1, 2):
+            await ended(client.send(channel.Stop()))
+            await until(lambda n=count: len(fetched) == n, "it is fetched")
+        assert "is not repaired yet: no member answers" in caplog.text
