@@ -131,6 +131,7 @@ class BaseState(ThreadOwned):
             claim = self._claim(windows, max_windows)
             if claim is None:
                 return NothingDone(ask.parent)
+            entries = self.feedback_contents.entries
             blob = self._announce()
             self._is_announcing = True
         first, end, steps = claim
@@ -144,6 +145,7 @@ class BaseState(ThreadOwned):
         except OSError:
             with self._exchange:
                 self._take_back(blob)
+                self.feedback_contents.entries = entries
                 self._is_announcing = False
             self._folder.discard_update(made.blob)
             raise
@@ -171,7 +173,7 @@ class BaseState(ThreadOwned):
 
     def _take_back(self, blob: bytes) -> None:
         """Undo `_announce`, for the update could not be kept."""
-        self._outer.add_back(blob)
+        self._outer.take_back(blob)
 
     def _rebase_window(self, windows: WindowAccounting, first: int) -> int:
         """Return the header's field for an update that claims windows from `first` on."""

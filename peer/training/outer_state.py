@@ -9,6 +9,7 @@ last announcement, or the base since the last round. `feedback` is progress that
     advance    base <- apply(base, accepted)
     rebase     local <- base + (local - anchor); anchor <- base
     add_back   feedback <- feedback + decode(blob)     (a missed update, or the values its round did not transmit)
+    take_back  anchor <- anchor + feedback + decode(blob); feedback <- 0     (an update that could not be kept)
 
 The next announcement multiplies what was added back by beta. As a whole it would harm (docs/results/convergence.md).
 
@@ -193,6 +194,15 @@ class OuterOperations(ABC):
         `only`: a packed `ResidualMask` of the values that the round which accepted the update did not transmit.
         """
         self._add(blob, self.feedback, only)
+
+    @torch.no_grad()
+    def take_back(self, blob: bytes) -> None:
+        """Undo `announce`: all that it gathered is progress again, which no later announcement decays."""
+        self.add_back(blob)
+        for name, anchor in self.anchor.items():
+            for fed, at in self.offload.pieces(self.feedback[name], anchor):
+                at.add_(fed)
+                fed.zero_()
 
     @torch.no_grad()
     def subtract(self, blob: bytes, factor: float, only: bytes | None = None) -> None:

@@ -85,6 +85,9 @@ def life(side, learn, digest, rubbish, folder: Path) -> list[str]:
         side.subtract(dense(31), 0.5, selection.to_bytes())
     blob = side.announce()
     seen.append(blob_digest(blob).hex() if blob else "")
+    side.take_back(dense(32))
+    blob = side.announce()
+    seen.append(blob_digest(blob).hex() if blob else "")
     # A replayable run, in which the feedback is scratch memory.
     side.replayable = True
     for own in (dense(40), None):

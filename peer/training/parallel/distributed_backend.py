@@ -318,6 +318,7 @@ class DistributedOuter:
         self.advance_reduced = partial(backend.do, Command.ADVANCE_REDUCED)
         self.rebase = partial(backend.do, Command.REBASE)
         self.add_back = partial(backend.do, Command.ADD_BACK)
+        self.take_back = partial(backend.do, Command.TAKE_BACK)
         self.subtract = partial(backend.do, Command.SUBTRACT)
 
     def advance(self, contributions: Sequence[Contribution]) -> None:

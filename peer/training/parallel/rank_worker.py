@@ -45,6 +45,7 @@ class Command(Enum):
     LOAD = "outer.load"
     REBASE = "outer.rebase"
     ADD_BACK = "outer.add_back"
+    TAKE_BACK = "outer.take_back"
     SUBTRACT = "outer.subtract"
     STORE = "outer.store"
     RESUME = "resume"

@@ -198,6 +198,25 @@ def test_a_missed_raw_update_returns_exactly():
 
 
 @pytest.mark.parametrize("spec", CODECS, ids=lambda s: f"{s.kind}-{s.k}")
+def test_an_update_that_was_taken_back_decays_nothing(spec):
+    """However often: what it sent, and what it kept, is what would have been without that, and stays on a rebase."""
+    peer, calm = side(spec, beta=0.5), side(spec, beta=0.5)
+    for each in (peer, calm):
+        learn(each, noise(3))
+        each.announce()
+        learn(each, noise(4))
+    for _ in range(4):
+        peer.take_back(peer.announce())
+        peer.rebase()
+    sums = []
+    for each in (peer, calm):
+        sent = dense(each, each.announce())
+        sums.append({n: each.feedback[n] + t for n, t in sent.items()})
+    for n, t in sums[1].items():
+        torch.testing.assert_close(sums[0][n], t, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("spec", CODECS, ids=lambda s: f"{s.kind}-{s.k}")
 def test_nothing_is_lost_with_beta_one(spec):
     """Accepted + feedback + not yet announced is all that was ever learnt, through misses and training in between."""
     peer = side(spec)

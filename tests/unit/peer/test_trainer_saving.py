@@ -21,7 +21,7 @@ from peer.training.gate import YieldGate
 from peer.training.memory import UNKNOWN, available
 from peer.training.parallel import sharded_file
 from peer.training.parallel.sharded_file import ShardedFile
-from peer.training.saved_state import STATE_MANIFEST, SavedFolder
+from peer.training.saved_state import STATE_MANIFEST, FeedbackEntry, SavedFolder
 from peer.training.service import TrainerService
 from peer.training.state_writer import copy_size
 from peer.training.time_breakdown import Activity, TimeBreakdown
@@ -29,6 +29,7 @@ from peer.training.trainer import Trainer
 from protocol.layout import Layout
 from protocol.spec import CodecSpec
 from tests.support.local_trainer import Heard, born, closed, copied, loaded, same, train, update
+from tests.support.specs import digest
 from tests.support.trainer_world import BATCH, World, accepted_round, apply, finish, saved_counter
 from tests.support.waiting import LIMIT
 
@@ -436,6 +437,26 @@ def test_while_an_update_is_written_no_state_without_it_is_saved(world, monkeypa
     saved = trainer.folder.read()
     assert found == [None] and saved is not None
     assert (saved.windows.announced is None) == fails and saved.windows.counter == BATCH
+
+
+def test_an_update_that_could_not_be_written_is_as_large_at_the_next_attempt(world, monkeypatch):
+    trainer = loaded(world)
+
+    def fails(folder: SavedFolder, *update) -> Path:
+        raise OSError("the disk is full")
+
+    train(trainer, 2)
+    outer, name = trainer.backend.outer, digest("missed")
+    trainer.base.feedback_contents.entries = {name: FeedbackEntry(1.0, None)}
+    learnt = {n: outer.anchor[n] - t for n, t in outer.local.items()}
+    for _ in range(3):
+        with monkeypatch.context() as m, pytest.raises(OSError, match="full"):
+            m.setattr(SavedFolder, "keep_update", fails)
+            update(trainer, world.folder / "u")
+    blob = update(trainer, world.folder / "u").blob_path.read_bytes()
+    outer.add_back(blob)
+    same(outer.feedback, learnt)
+    assert trainer.base.feedback_contents.entries[name].factor == world.spec.codec.beta
 
 
 def test_in_a_long_round_what_was_trained_is_saved_too_but_not_too_often(world, monkeypatch):
