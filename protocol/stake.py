@@ -18,6 +18,11 @@ STAKE_ROUNDS = 64
 """Rounds in which accepted windows are stake, after the hold. Then they count no more: only recent work decides."""
 
 
+UNSEEN_ROUNDS = 8
+"""Newest rounds whose lists of contributors draw no audits. With a third of the stake, one coalition has all of their
+turns and those of the two next rounds in 1 of 59,000 rounds."""
+
+
 @dataclass(frozen=True, slots=True)
 class StakeRule:
     """The run's rule: the hold in rounds (spec: `credit.hold_rounds`), and the founders' stake."""
@@ -56,12 +61,15 @@ class StakeRule:
         return found
 
     def present(self, node: RecordNode) -> set[PeerKey]:
-        """Return the keys that contributed in the `hold_rounds` rounds (at least one) that end with a record.
+        """Return the keys that contributed in the `hold_rounds` rounds that end with a record, but for the newest.
 
-        Founders count as contributors just before the first round.
+        Those are UNSEEN_ROUNDS, or half of the hold: authors of the newest records know who proposes next, and with
+        which seed. By whom they list they would choose among draws of auditors and juries. Founders count as
+        contributors just before the first round.
         """
         hold = max(1, self.hold_rounds)
-        found = {key for above in islice(node.branch(), hold) for key in above.weighed}
+        unseen = min(UNSEEN_ROUNDS, hold // 2)
+        found = {key for above in islice(node.branch(), unseen, hold) for key in above.weighed}
         if node.height < hold:
             found.update(self.founders)
         return found

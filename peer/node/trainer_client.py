@@ -117,8 +117,6 @@ class TrainerClient:
 
     def _launch(self, start: channel.Start) -> None:
         remove_drafts(self.store)
-        if self._supervisor is not None:
-            start = replace(start, device=self._supervisor.start.device)  # a GPU, if it has found one
         self._supervisor = self.supervise(
             start,
             on_message=self._on_message,
@@ -305,6 +303,8 @@ class TrainerClient:
             case channel.Note(level, _, text):
                 log.log(LEVELS[level], "%s", text)
             case channel.Ready():
+                if self._supervisor is not None:
+                    self._start = self._supervisor.start  # after a rest, too, it asks for the GPU that it has found
                 self.store.lend(message.disk)
                 if self._orders is not None:
                     self.tasks.spawn(self._send_orders(), "orders")

@@ -636,7 +636,8 @@ class Tree:
         """Return the stake by which each key is drawn for the updates of a record (docs/audits.md, Who is audited)."""
         parent = self.parents[node]
         hold, path = self.case["hold_rounds"], self.path(parent)
-        present = {key for at in path[-hold:] for key in self.records[at]["authors"]}
+        listed = path[max(0, len(path) - hold) : max(0, len(path) - min(8, hold // 2))]
+        present = {key for at in listed for key in self.records[at]["authors"]}
         present.update(self.case["founders"] if len(path) < hold else ())
         return [stake if key in present else 0 for key, stake in enumerate(self.stakes(parent))]
 

@@ -243,7 +243,7 @@ def neighbours(result: Any) -> dict[PeerID, DHTID]:
 async def ping(protocol: Any, peer: PeerID) -> Any | None:
     """Ping a node, and note it in our table; return its answer, or None, with a log line, if it gives none of use.
 
-    hivemind's `call_ping` lets a node that names itself by anything else keep its place.
+    hivemind's own lets a node that names itself by anything else keep its place.
     """
     reply: Any = None
     node_id = None

@@ -19,6 +19,7 @@ from protocol.messages import (
 from protocol.report_rule import drawn_reporters
 from protocol.rounds import report_pool
 from protocol.rounds.report_pool import ReportPool
+from protocol.stake import UNSEEN_ROUNDS
 from tests.simulation.signer import FakeSigner, certificate
 from tests.support.audited_branch import (
     HOLD,
@@ -99,6 +100,8 @@ def test_stake_of_keys_that_left_neither_audits_nor_judges():
     assert made.record.body.decisions == (AuditDecision(record.digest, LIAR, True),)
     back = branch.add()  # its author chooses whom it lists, and knows its seed
     assert not left & chain.audit_stakes(back.digest).keys()
+    for _ in range(min(UNSEEN_ROUNDS, HOLD // 2)):  # nor do its allies, who may have the next turns
+        assert not left & chain.audit_stakes(branch.add().digest).keys()
     assert left < chain.audit_stakes(branch.add().digest).keys()
 
 
