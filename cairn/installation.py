@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from cairn import ROOT
@@ -30,29 +30,29 @@ class Facts:
     """Facts by which it is known how Cairn was installed.
 
     `checkout`: the sources that it runs from, if it is not a package of the environment. `image`: the container image
-    that it is part of. `manager`: whose the environment is. `installer`: who wrote the package ("pip", "uv").
-    `direct_url`: where the package came from by PEP 610; None: from an index. `has_source`: that place, if it is a
-    folder, exists. `uv`, `pipx`: the programs, if they are found; `has_pip`: whether the environment has pip.
+    that it is part of. `is_tool_of_uv`: the environment is one of `uv tool`. `installer`: who wrote the package ("pip",
+    "uv"). `direct_url`: where the package came from by PEP 610; None: not known. `has_source`: that place, if it is a
+    folder, exists. `uv`: the program, if it is found; `has_pip`: whether the environment has pip.
     """
 
     python: str
     checkout: Path | None = None
     image: str = ""
-    manager: Literal["", "pipx", "uv tool"] = ""
+    is_tool_of_uv: bool = False
     installer: str = "pip"
     direct_url: dict[str, Any] | None = None
     has_source: bool = True
     uv: str | None = None
-    pipx: str | None = None
     has_pip: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class UpgradePlan:
-    """The source of a newer Cairn ("": a package index), and the commands that install it, in order."""
+    """The source of a newer Cairn, the commands that install it, in order, and whether the source is a folder."""
 
     source: str
     commands: tuple[tuple[str, ...], ...]
+    is_folder: bool
 
 
 def plan(facts: Facts) -> UpgradePlan:
@@ -68,22 +68,24 @@ def plan(facts: Facts) -> UpgradePlan:
             f"this Cairn runs from its sources in {facts.checkout}: run `git -C {where} pull`, and then `make -C "
             f"{where} .venv/.installed` if it was set up by make"
         )
-    source = "" if facts.direct_url is None else _source(facts.direct_url, facts.has_source)
-    if facts.manager == "uv tool":
-        command = ("tool", "upgrade", "--reinstall-package", DISTRIBUTION, DISTRIBUTION)
-        return UpgradePlan(source, ((_found(facts.uv, "uv", command), *command),))
-    if facts.manager == "pipx" and not source:
-        command = ("upgrade", DISTRIBUTION)
-        return UpgradePlan(source, ((_found(facts.pipx, "pipx", command), *command),))
-    wanted = source or DISTRIBUTION
+    if facts.direct_url is None:
+        # Not from a package index: nobody owns the name there yet, so whoever took it would run code here.
+        raise CairnError(
+            "this Cairn's source is not known: install it again from your clone (`git pull`, then `pipx install "
+            "--force .`)"
+        )
+    source, is_folder = _source(facts.direct_url, facts.has_source), "dir_info" in facts.direct_url
+    again = ("--reinstall-package", DISTRIBUTION)
+    if facts.is_tool_of_uv:
+        return UpgradePlan(source, (_by_uv(facts.uv, "tool", "upgrade", *again, DISTRIBUTION),), is_folder)
     if facts.installer == "uv" or not facts.has_pip:
-        again = ("--reinstall-package", DISTRIBUTION) if source else ()
-        command = ("pip", "install", "--python", facts.python, "--upgrade-package", DISTRIBUTION, *again, wanted)
-        return UpgradePlan(source, ((_found(facts.uv, "uv", command), *command),))
-    pip: tuple[str, ...] = (facts.python, "-m", "pip", "install")
+        only = ("--upgrade-package", DISTRIBUTION)
+        command = _by_uv(facts.uv, "pip", "install", "--python", facts.python, *only, *again, source)
+        return UpgradePlan(source, (command,), is_folder)
+    pip = (facts.python, "-m", "pip", "install")
     # pip keeps a package whose version has not changed, which that of a folder or repository has not often.
-    again = ((*pip, "--force-reinstall", "--no-deps", wanted),) if source else ()
-    return UpgradePlan(source, ((*pip, "--upgrade", wanted), *again))
+    commands = ((*pip, "--upgrade", source), (*pip, "--force-reinstall", "--no-deps", source))
+    return UpgradePlan(source, commands, is_folder)
 
 
 def _source(direct_url: dict[str, Any], has_source: bool) -> str:
@@ -103,32 +105,40 @@ def _source(direct_url: dict[str, Any], has_source: bool) -> str:
     )
 
 
-def _found(program: str | None, name: str, arguments: Sequence[str]) -> str:
-    if program is None:
-        raise CairnError(f"{name}, which installed this Cairn, is not found: run `{name} {shlex.join(arguments)}`")
-    return program
+def _by_uv(uv: str | None, *arguments: str) -> tuple[str, ...]:
+    if uv is None:
+        raise CairnError(f"uv, which installed this Cairn, is not found: run `uv {shlex.join(arguments)}`")
+    return (uv, *arguments)
 
 
 def find_facts() -> Facts:
     """Return the facts about the Cairn that runs."""
     here, prefix = Path(__file__).resolve().parent, Path(sys.prefix)
     package = _package()
-    is_installed = package is not None and Path(str(package.locate_file("cairn"))).resolve() == here
     direct_url = _direct_url(package) if package is not None else None
+    is_installed = (
+        package is not None
+        and Path(str(package.locate_file("cairn"))).resolve() == here  # so also of an egg-info beside the sources
+        and not (ROOT / ".git").exists()
+        and not _is_editable(direct_url)
+    )
     folder = unquote(urlsplit(str((direct_url or {}).get("url", ""))).path)
     return Facts(
         sys.executable,
         checkout=None if is_installed else ROOT,
         image=os.environ.get(IMAGE_VARIABLE, "")[:100],
-        manager="uv tool" if (prefix / "uv-receipt.toml").exists()
-        else "pipx" if (prefix / "pipx_metadata.json").exists() else "",
+        is_tool_of_uv=(prefix / "uv-receipt.toml").exists(),
         installer=((package.read_text("INSTALLER") if package is not None else None) or "pip").strip(),
         direct_url=direct_url,
         has_source=Path(folder).is_dir(),
         uv=shutil.which("uv"),
-        pipx=shutil.which("pipx"),
         has_pip=util.find_spec("pip") is not None,
     )  # fmt: skip
+
+
+def _is_editable(direct_url: dict[str, Any] | None) -> bool:
+    about = (direct_url or {}).get("dir_info")
+    return isinstance(about, dict) and bool(about.get("editable"))
 
 
 def installed_commit() -> str:

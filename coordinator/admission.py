@@ -27,7 +27,7 @@ from protocol.plain_text import is_plain
 from protocol.proof_of_work import is_proof
 from protocol.spec import AdmissionSpec, RunSpec
 from protocol.units import duration
-from protocol.version import MAX_PROTOCOL, RELEASE, mismatch
+from protocol.version import MAX_PROTOCOL, RELEASE, UPGRADE, mismatch
 from protocol.wire import coordinator_pb2 as wire
 
 KIND = "admission-request"
@@ -92,7 +92,7 @@ def open_request(sent: bytes) -> AdmissionRequest:
 def check_protocol(spoken: int, run: int) -> None:
     """Raise RefusedError unless a peer speaks the run's version of the protocol."""
     if not spoken:
-        raise RefusedError("the request does not state the protocol that its Cairn speaks: run `cairn peer upgrade`")
+        raise RefusedError(f"the request does not state the protocol that its Cairn speaks: {UPGRADE}")
     if why := mismatch(run, spoken, "this peer", RELEASE):
         raise RefusedError(why)
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from protocol.errors import MalformedError
 from protocol.ids import Digest, PeerKey, RunId, b64url, from_b64url, sha256
+from protocol.version import UPGRADE
 
 PREFIX = "cairn1:"
 MAX_INVITE = 4096
@@ -114,9 +115,7 @@ class Invite:
         text = "".join(text.split())
         if not text.startswith(PREFIX):
             if re.match(r"cairn[0-9]+:", text):
-                raise MalformedError(
-                    "this invite is of another version of Cairn: run `cairn peer upgrade`, or ask for a new invite"
-                )
+                raise MalformedError(f"this invite is of another version of Cairn: {UPGRADE}, or ask for a new invite")
             raise MalformedError(f"this is not an invite: {_REMEDY}")
         if len(text) > MAX_INVITE:
             raise MalformedError(f"this is too long for an invite: {_REMEDY}")

@@ -19,7 +19,10 @@ enters `LAST_RELEASES`, and the vectors are made again."""
 MAX_PROTOCOL = 2**31 - 1
 
 LAST_RELEASES: dict[int, str] = {}
-"""The last release that spoke each earlier protocol."""
+"""The last release that spoke each earlier protocol. The tag of release X is vX."""
+
+UPGRADE = "run `cairn peer upgrade` (in a clone first `git pull`)"
+"""The remedy for a Cairn that is too old."""
 
 
 class VersionError(SpecError):
@@ -29,12 +32,15 @@ class VersionError(SpecError):
 def mismatch(run: int, spoken: int, who: str, release: str) -> str:
     """Return why `who`, who speaks the protocol `spoken`, cannot take part in a run, and what to do; "" if it can.
 
-    `release` is a package that speaks the run's protocol ("": none is known).
+    `release` is one that speaks the run's protocol ("": none is known).
     """
     if run == spoken:
         return ""
-    older = f"install cairn-swarm {release}" if release else f"install an older cairn-swarm, which speaks {run}"
-    remedy = "run `cairn peer upgrade`" if spoken < run else f"{older}, or ask the run's owner"
+    older = (
+        f"in your clone `git checkout v{release}`, then `pipx install --force .`" if release
+        else f"install an older Cairn, which speaks {run}"
+    )  # fmt: skip
+    remedy = UPGRADE if spoken < run else f"{older}, or ask the run's owner"
     return f"this run speaks protocol {run}, and {who} speaks {spoken}: {remedy}"
 
 

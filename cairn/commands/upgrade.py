@@ -20,10 +20,10 @@ VERSION_SECONDS = 120.0
 
 @click.command()
 def upgrade() -> None:
-    """Install the newest Cairn from where this one was installed: a package index, a folder, or a git repository.
+    """Install Cairn again from where this one was installed: a folder (first `git pull` there) or a git repository.
 
-    It ends with 1 where pip, pipx or uv did not install this Cairn, and names the command to run instead. It does so as
-    well while a peer or a coordinator runs from the same environment.
+    It ends with 1 where it does not know how this Cairn was installed, and names the command to run instead. It does so
+    as well while a peer or a coordinator runs from the same environment.
     """
     todo = plan(find_facts())
     if running := processes_of(Path(sys.prefix), running_processes()):
@@ -35,7 +35,7 @@ def upgrade() -> None:
         )
     before = installed_version()
     click.echo(f"now      {before}")
-    click.echo(f"from     {todo.source or 'the package index'}")
+    click.echo(f"from     {todo.source}")
     for command in todo.commands:
         click.echo(f"running  {shlex.join(command)}")
         try:
@@ -45,7 +45,13 @@ def upgrade() -> None:
         if code:
             raise CairnError(f"{Path(command[0]).name} ended with code {code}: its lines above say why")
     after = installed_version()
-    click.echo(f"nothing newer is there: {after}" if after == before else f"upgraded {before} -> {after}")
+    if after != before:
+        click.echo(f"upgraded {before} -> {after}")
+    elif todo.is_folder:  # the code may be newer all the same: of a folder no commit is known
+        pull = f"`git -C {shlex.quote(todo.source)} pull`"
+        click.echo(f"installed again from {todo.source}: {after}. Newer sources come only by {pull} before")
+    else:
+        click.echo(f"nothing newer is there: {after}")
 
 
 def installed_version() -> str:

@@ -98,9 +98,12 @@ def test_it_installs_again_from_the_same_folder_and_shows_what_changed(environme
     assert said.endswith(f"upgraded cairn {RELEASE} (protocol {PROTOCOL}) -> cairn 9.9.9 (protocol 9)\n")
 
 
-def test_without_a_newer_one_it_says_so(environment: Path, tmp_path: Path):
+def test_of_the_same_version_it_says_that_newer_sources_come_by_git_alone(environment: Path, tmp_path: Path):
     code, said = upgrade(environment, tmp_path)
-    assert code == 0 and said.endswith(f"nothing newer is there: cairn {RELEASE} (protocol {PROTOCOL})\n"), said
+    last = (
+        f"{environment}: cairn {RELEASE} (protocol {PROTOCOL}). Newer sources come only by `git -C {environment} pull`"
+    )
+    assert code == 0 and said.endswith(f"installed again from {last} before\n"), said
 
 
 def test_a_failure_of_the_installer_is_a_failure(environment: Path, tmp_path: Path):

@@ -74,13 +74,13 @@ async def test_a_peer_of_another_protocol_is_refused_before_anything_is_fetched(
             SPEC,
             PROTOCOL + 1,
             grpc.StatusCode.PERMISSION_DENIED,
-            f"speaks {PROTOCOL + 1}: install cairn-swarm {RELEASE}, or ask",
+            f"speaks {PROTOCOL + 1}: in your clone `git checkout v{RELEASE}`, then",
         ),
-        (SPEC, MAX_PROTOCOL, grpc.StatusCode.PERMISSION_DENIED, "install cairn-swarm"),
+        (SPEC, MAX_PROTOCOL, grpc.StatusCode.PERMISSION_DENIED, "in your clone `git checkout v"),
         (SPEC, MAX_PROTOCOL + 1, grpc.StatusCode.INVALID_ARGUMENT, "at most"),
         (SPEC, 2**32 + PROTOCOL, grpc.StatusCode.INVALID_ARGUMENT, "at most"),
         (SPEC, 2**64 - 1, grpc.StatusCode.INVALID_ARGUMENT, "at most"),
-        (LATER, PROTOCOL, grpc.StatusCode.PERMISSION_DENIED, f"this peer speaks {PROTOCOL}: run `cairn peer upgrade`"),
+        (LATER, PROTOCOL, grpc.StatusCode.PERMISSION_DENIED, f"speaks {PROTOCOL}: run `cairn peer upgrade`"),
     ],
 )
 async def test_a_request_that_states_another_protocol_is_not_admitted(tmp_path, spec, stated, code, says):

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from subprocess import TimeoutExpired
@@ -9,26 +15,54 @@ from typing import Any
 
 import pytest
 
+from cairn import ROOT
 from cairn.commands import upgrade
 from cairn.installation import Facts, plan, processes_of
 from protocol.errors import CairnError
 
 PIP = Facts("/env/bin/python")
 FOLDER = {"url": "file:///home/ada/my%20cairn", "dir_info": {}}
+EDITABLE = FOLDER | {"dir_info": {"editable": True}}
 GIT = {"url": "https://git.example/cairn.git", "vcs_info": {"vcs": "git", "commit_id": "c" * 40}}
-TOOLS = replace(PIP, uv="/bin/uv", pipx="/bin/pipx")
+UV = replace(PIP, uv="/bin/uv")
+UNKNOWN = r"source is not known: install it again from your clone \(`git pull`, then `pipx install --force \.`\)"
 
 
 def commands(facts: Facts) -> list[str]:
     return [" ".join(command) for command in plan(facts).commands]
 
 
-def test_from_an_index_the_package_is_upgraded_by_its_name():
-    assert commands(PIP) == ["/env/bin/python -m pip install --upgrade cairn-swarm"]
-    assert commands(replace(TOOLS, installer="uv")) == [
-        "/bin/uv pip install --python /env/bin/python --upgrade-package cairn-swarm cairn-swarm"
-    ]
-    assert commands(replace(TOOLS, manager="pipx")) == ["/bin/pipx upgrade cairn-swarm"]
+@pytest.mark.parametrize("facts", [PIP, replace(UV, installer="uv"), replace(UV, is_tool_of_uv=True)])
+def test_nothing_is_installed_by_its_name_which_nobody_owns_on_an_index(facts: Facts):
+    with pytest.raises(CairnError, match=UNKNOWN):
+        plan(facts)
+
+
+@pytest.mark.parametrize(
+    ("facts_of_it", "says"),
+    [
+        ({".git": "gitdir: elsewhere"}, "from its sources in {}: run `git -C {} pull`"),
+        (
+            {"cairn_swarm.egg-info/direct_url.json": json.dumps(EDITABLE)},
+            "from its sources in {}: run `git -C {} pull`",
+        ),
+        ({}, UNKNOWN),
+    ],
+)
+def test_sources_with_an_egg_info_beside_them_are_no_package(tmp_path: Path, facts_of_it: dict[str, str], says: str):
+    """pip and setuptools leave one in a checkout, and Python takes it for an installed package."""
+    for name in ("cairn", "protocol"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    files = {"cairn_swarm.egg-info/PKG-INFO": "Metadata-Version: 2.1\nName: cairn-swarm\nVersion: 0.1.0\n"}
+    for name, text in (files | facts_of_it).items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    code = "from cairn.installation import find_facts, plan; print(plan(find_facts()))"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert re.search(says.replace("{}", re.escape(str(tmp_path))), done.stderr), done
 
 
 @pytest.mark.parametrize(
@@ -42,22 +76,21 @@ def test_from_an_index_the_package_is_upgraded_by_its_name():
         ),
     ],
 )
-@pytest.mark.parametrize("manager", ["", "pipx"])
-def test_from_a_folder_or_repository_it_is_installed_again_and_nothing_else(direct_url: Any, source: str, manager: Any):
+def test_from_a_folder_or_repository_it_is_installed_again_and_nothing_else(direct_url: Any, source: str):
     """Twice: for new dependencies, and since pip leaves a package whose version is the same as it is."""
     pip = "/env/bin/python -m pip install"
-    assert commands(replace(TOOLS, manager=manager, direct_url=direct_url)) == [
+    assert commands(replace(UV, direct_url=direct_url)) == [
         f"{pip} --upgrade {source}", f"{pip} --force-reinstall --no-deps {source}"
     ]  # fmt: skip
-    assert commands(replace(TOOLS, manager=manager, direct_url=direct_url, has_pip=False)) == [
+    assert commands(replace(UV, direct_url=direct_url, has_pip=False)) == [
         "/bin/uv pip install --python /env/bin/python --upgrade-package cairn-swarm --reinstall-package cairn-swarm "
         + source
     ]
 
 
-@pytest.mark.parametrize("direct_url", [None, FOLDER, GIT])
+@pytest.mark.parametrize("direct_url", [FOLDER, GIT])
 def test_a_tool_of_uv_remembers_where_it_is_from(direct_url: Any):
-    assert commands(replace(TOOLS, manager="uv tool", direct_url=direct_url)) == [
+    assert commands(replace(UV, is_tool_of_uv=True, direct_url=direct_url)) == [
         "/bin/uv tool upgrade --reinstall-package cairn-swarm cairn-swarm"
     ]
 
@@ -71,9 +104,11 @@ def test_a_tool_of_uv_remembers_where_it_is_from(direct_url: Any):
         (replace(PIP, direct_url=FOLDER, has_source=False), "installed from /home/ada/my cairn, which is gone"),
         (replace(PIP, direct_url={"url": "file:///x.whl", "archive_info": {}}), "the file file:///x.whl.*a newer file"),
         (replace(PIP, direct_url={}), "does not change"),
-        (replace(PIP, manager="uv tool"), "uv, which .*`uv tool upgrade --reinstall-package cairn-swarm cairn-swarm`"),
-        (replace(PIP, manager="pipx"), "pipx, which .*run `pipx upgrade cairn-swarm`"),
-        (replace(PIP, installer="uv"), "run `uv pip install --python /env/bin/python"),
+        (
+            replace(PIP, is_tool_of_uv=True, direct_url=GIT),
+            "uv, which .*`uv tool upgrade --reinstall-package cairn-swarm cairn-swarm`",
+        ),
+        (replace(PIP, installer="uv", direct_url=GIT), "run `uv pip install --python /env/bin/python"),
     ],
 )
 def test_where_it_cannot_upgrade_it_says_what_to_run(facts: Facts, says: str):

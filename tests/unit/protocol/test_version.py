@@ -28,12 +28,13 @@ def spec_bytes(**changes: Any) -> bytes:
 def test_an_older_peer_is_told_to_upgrade_and_a_newer_one_which_release_to_install():
     assert mismatch(3, 3, "this peer", "") == ""
     assert mismatch(3, 2, "this peer", "0.3.0") == (
-        "this run speaks protocol 3, and this peer speaks 2: run `cairn peer upgrade`"
+        "this run speaks protocol 3, and this peer speaks 2: run `cairn peer upgrade` (in a clone first `git pull`)"
     )
     assert mismatch(3, 4, "this peer", "0.3.0") == (
-        "this run speaks protocol 3, and this peer speaks 4: install cairn-swarm 0.3.0, or ask the run's owner"
+        "this run speaks protocol 3, and this peer speaks 4: in your clone `git checkout v0.3.0`, then "
+        "`pipx install --force .`, or ask the run's owner"
     )
-    assert "install an older cairn-swarm, which speaks 3" in mismatch(3, 4, "this peer", "")
+    assert "install an older Cairn, which speaks 3" in mismatch(3, 4, "this peer", "")
 
 
 def test_a_spec_of_a_later_protocol_says_so_whatever_else_is_in_it():
@@ -50,7 +51,7 @@ def test_a_spec_of_a_later_protocol_says_so_whatever_else_is_in_it():
 def test_a_spec_of_an_earlier_protocol_names_the_last_release_that_spoke_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(version, "PROTOCOL", PROTOCOL + 1)
     monkeypatch.setitem(version.LAST_RELEASES, PROTOCOL, "0.1.7")
-    with pytest.raises(VersionError, match=r"speaks 2: install cairn-swarm 0\.1\.7, or ask the run's owner"):
+    with pytest.raises(VersionError, match=r"speaks 2: in your clone `git checkout v0\.1\.7`, then .* or ask"):
         parse_spec(spec_bytes())
 
 
