@@ -1,4 +1,7 @@
-"""Optional dependencies, as remedies name them."""
+"""Packages that may be missing or too old, and the remedies."""
+
+import shlex
+import sys
 
 DISTRIBUTION = "cairn-swarm"
 """The name of Cairn in pyproject.toml, and so for pip: `cairn` is another project there."""
@@ -18,7 +21,9 @@ A remedy must not name `cairn-swarm[...]`: Cairn is on no package index."""
 def install(extra: str) -> str:
     """Return the commands that add the package of an extra to the environment of Cairn."""
     wanted = REQUIREMENTS[extra]
-    return (
-        f"pip install '{wanted}' (installed by pipx: pipx inject {DISTRIBUTION} '{wanted}'; by uv tool, in the clone: "
-        f"uv tool install --with '{wanted}' .)"
-    )
+    return f"{pip_install(wanted)} (installed by uv tool, in the clone: uv tool install --with '{wanted}' .)"
+
+
+def pip_install(*wanted: str, upgrade: bool = False) -> str:
+    """Return the command that adds packages to the environment of this process, which pipx may have made."""
+    return shlex.join([sys.executable, "-m", "pip", "install", *["--upgrade"] * upgrade, *wanted])

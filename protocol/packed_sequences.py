@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from protocol.errors import SpecError
+from protocol.extras import pip_install
 
 _SEARCH = "find_packed_sequence_indices"
 _apart = False
@@ -44,7 +45,7 @@ def documents_apart(apart: bool) -> Iterator[None]:
     if apart and not control_detection():
         raise SpecError(
             "this run keeps the documents of a window apart, and the installed transformers cannot: install a newer "
-            "one (pip install --upgrade transformers)"
+            f"one ({pip_install('transformers', upgrade=True)})"
         )
     before, _apart = _apart, apart
     try:

@@ -207,7 +207,9 @@ def _open(source: DocumentFile) -> IO[bytes]:
         return source.fs.open(source.path, "rb", compression=COMPRESSED.get(compression))
     except ValueError as e:
         if compression == ".zst":
-            raise DataInputError(f"{source.name}: reading .zst needs one more package: pip install zstandard") from None
+            raise DataInputError(
+                f"{source.name}: reading .zst needs one more package: {extras.pip_install('zstandard')}"
+            ) from None
         raise DataInputError(f"{source.name}: {e}") from None
 
 

@@ -187,8 +187,8 @@ def credit_routes(log: CreditLog) -> list[Route]:
         pieces = log.export(form)
         try:
             first = await anext(pieces, b"")
-        except ParquetMissingError as e:
-            return PlainTextResponse(f"{e}\n", 501)
+        except ParquetMissingError:  # its remedy is for this machine, not for the reader
+            return PlainTextResponse("this coordinator has no pyarrow, which Parquet needs: take credits.csv\n", 501)
         except (LedgerError, TooManyError):
             return PlainTextResponse(UNREADABLE, 503, {"retry-after": "5"})
         headers = {"content-disposition": f'attachment; filename="credits.{form}"', "cache-control": "no-store"}

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from peer.channel import Choice
+from protocol.extras import pip_install
 
 Level = Literal["info", "warning", "error"]
 Report = Callable[[Level, str, str], None]
@@ -143,7 +144,7 @@ class Layers:
             "compile",
             f"torch.compile does not work here ({' '.join(str(why).split())[:300]}): training goes on without it, "
             "which is slower. It needs a C++ compiler and Python's headers (apt install g++ python3-dev), for a GPU "
-            "triton too (pip install triton); --compile off does without",
+            f"triton too ({pip_install('triton')}); --compile off does without",
         )
 
 

@@ -35,6 +35,7 @@ from peer.training.time_breakdown import TimeBreakdown
 from peer.training.windows import WindowAccounting
 from protocol.adapter import build_run_model
 from protocol.assignment import windows_of
+from protocol.extras import pip_install
 from protocol.ids import Digest, PeerKey
 from protocol.model import model_layout
 from protocol.spec import RunSpec, parse_spec
@@ -64,10 +65,10 @@ class Trainer:
             raise TrainingError(never)
         model = build_run_model(self.spec.model, device="meta")
         if model_layout(model) != self.spec.model.layout:
-            packages = "transformers" if self.spec.model.adapter is None else "transformers peft"
+            packages = ["transformers"] if self.spec.model.adapter is None else ["transformers", "peft"]
             raise TrainingError(
                 "the installed transformers builds another model from this run's config than its owner's did: "
-                f"install a newer one (pip install --upgrade {packages}), or ask the owner for the version"
+                f"install a newer one ({pip_install(*packages, upgrade=True)}), or ask the owner for the version"
             )
         if self.spec.model.adapter is not None and start.base is None and not trial:
             raise TrainingError("the run's frozen base model is not here: start the peer again, which fetches it")

@@ -68,5 +68,5 @@ def test_the_demo_without_matplotlib_says_why_there_is_no_plot(tmp_path: Path, m
     assert (tmp_path / "with.png").exists()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     said = plot(curve, judged, tmp_path / "without.png", [])
-    assert said.startswith("none, since matplotlib is not installed: pip install 'matplotlib")
+    assert said.startswith(f"none, since matplotlib is not installed: {sys.executable} -m pip install 'matplotlib")
     assert not (tmp_path / "without.png").exists()
