@@ -5,8 +5,11 @@ from __future__ import annotations
 from peer.doctor.findings import DoctorFinding
 from protocol.messages import CLOCK_TOLERANCE
 
-CLOCK_SECONDS = 3.0
-"""Maximum difference to the coordinator's clock without a warning: hivemind's DHT accepts nothing beyond it."""
+CLOCK_SECONDS = 30.0
+"""Maximum difference to the coordinator's clock without a warning."""
+
+LISTED_SECONDS = 60
+"""Difference beyond which members keep no record of the peer: it lives for 60 s, and they accept at most 120."""
 
 
 def clock_finding(ahead: float | None) -> DoctorFinding:
@@ -21,7 +24,7 @@ def clock_finding(ahead: float | None) -> DoctorFinding:
         )  # fmt: skip
     if abs(ahead) > CLOCK_SECONDS:
         return DoctorFinding(
-            "clock", "warning", f"this machine's clock is {apart}",
-            "set it (chrony, systemd-timesyncd), else other members do not list this peer in their DHT",
+            "clock", "warning", f"this machine's clock is {apart}: beyond {LISTED_SECONDS} s members do not list this "
+            f"peer in their DHT, beyond {CLOCK_TOLERANCE} s nobody admits it", "set it (chrony, systemd-timesyncd)",
         )  # fmt: skip
-    return DoctorFinding("clock", "ok", "agrees with the coordinator's within a second or two")
+    return DoctorFinding("clock", "ok", f"agrees with the coordinator's within {CLOCK_SECONDS:.0f} s")

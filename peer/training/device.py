@@ -39,11 +39,15 @@ def choose_device(name: str, threads: int, gpu_memory: int = 0) -> torch.device:
         raise TrainingError(f"{name} is asked for; this machine has cuda:0 to cuda:{torch.cuda.device_count() - 1}")
     try:
         torch.cuda.set_device(device)
-        torch.zeros(1, device=device)
+        torch.ones(1, device=device)  # by a kernel of this torch
     except RuntimeError as e:
-        raise TrainingError(
-            f"{name} cannot be used ({' '.join(str(e).split())[:200]}): is another program on it?"
-        ) from None
+        remedy = "is another program on it?"
+        if "no kernel image" in str(e):
+            remedy = (
+                "this torch has no code for this GPU: install one of an older CUDA (https://pytorch.org/get-started), "
+                "or use --device cpu"
+            )
+        raise TrainingError(f"{name} cannot be used ({' '.join(str(e).split())[:200]}): {remedy}") from None
     if gpu_memory:
         whole = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, gpu_memory / whole), device)

@@ -122,7 +122,8 @@ class StepLoop(ThreadOwned):
             raise TrainingError(
                 f"{self._non_finite} steps in a row gave a loss or gradient that is not finite. If other peers train "
                 "well, this GPU is at fault (memory, overclocking): test it or use another. If not, the run has "
-                "diverged: its owner must lower inner.lr and start again from an earlier checkpoint"
+                "diverged, and its owner has to begin a new one from a good state with a lower inner.lr (`cairn export "
+                ".../checkpoints/round-N good`, then `cairn run init --from good --out second.toml`)"
             )
         if self._non_finite == 1:
             self._report("warning", "non-finite", "a step's loss or gradient was not finite: it is skipped")

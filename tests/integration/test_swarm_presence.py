@@ -368,14 +368,22 @@ async def test_a_search_ends_though_nodes_keep_it_waiting_and_what_others_gave_c
     assert asyncio.all_tasks() == before, "no call outlives its search"
 
 
-async def test_a_wrong_clock_is_told_to_the_user_with_its_offset(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("ahead", "says"), [(-600, "600 s behind"), (-70, "70 s behind"), (70, "70 s ahead of")])
+async def test_a_wrong_clock_is_told_to_the_user_with_its_offset(tmp_path, monkeypatch, ahead, says):
     async with members(3, tmp_path) as (a, b, c):
-        monkeypatch.setattr(dht, "time", SimpleNamespace(time=lambda: time.time() - 600))
+        monkeypatch.setattr(dht, "time", SimpleNamespace(time=lambda: time.time() + ahead))
         assert not await c.swarm.publish(c.heartbeat(), 60)
-        assert len(c.warnings) == 1 and "600 s behind" in c.warnings[0] and "NTP" in c.warnings[0]
-        assert c.swarm.clock_offset == pytest.approx(600, abs=1)
+        assert len(c.warnings) == 1 and says in c.warnings[0] and "NTP" in c.warnings[0]
+        assert c.swarm.clock_offset == pytest.approx(-ahead, abs=1)
         monkeypatch.undo()
         assert await c.swarm.publish(c.heartbeat(), 60)
+
+
+@pytest.mark.parametrize("ahead", [-50, 50])
+async def test_a_clock_that_is_less_than_a_minute_off_keeps_nobody_from_being_found(tmp_path, monkeypatch, ahead):
+    async with members(3, tmp_path) as (a, b, c):
+        monkeypatch.setattr(dht, "time", SimpleNamespace(time=lambda: time.time() + ahead))
+        assert await c.swarm.publish(c.heartbeat(), 60) and not c.warnings
 
 
 async def test_members_that_do_not_answer_are_a_warning_not_an_error(tmp_path):

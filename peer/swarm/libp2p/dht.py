@@ -322,7 +322,8 @@ class DhtPresence:
             self._warn(f"a heartbeat of {len(value)} bytes is too long for the DHT: at most {MAX_RECORD}")
             return False
         protocol = self.node.protocol
-        until = time.time() + min(seconds, MAX_LIFE_SECONDS - 2 * MAX_SKEW_SECONDS)
+        life = min(seconds, MAX_LIFE_SECONDS - 2 * MAX_SKEW_SECONDS)
+        until = time.time() + life
         subkey = author.hex()
         record = DHTRecord(self._name.to_bytes(), MSGPackSerializer.dumps(subkey), value, until)
         here = protocol._validate_record(record.key, record.subkey, record.value, until) and protocol.storage.store(
@@ -339,12 +340,13 @@ class DhtPresence:
         if asked and not taken:
             for peer in list(near)[:5]:
                 await self.meet(sender_key(peer))
-            self._explain_refusal(asked, sum(a is not None for a in answers))
+            self._explain_refusal(asked, sum(a is not None for a in answers), life)
         return bool(taken or (here and not asked))
 
-    def _explain_refusal(self, asked: int, answered: int) -> None:
-        offset = self.clock_offset
-        if offset is not None and abs(offset) > MAX_SKEW_SECONDS:
+    def _explain_refusal(self, asked: int, answered: int, life: float) -> None:
+        offset = self.clock_offset or 0.0
+        has_expired, is_too_long = offset > life - MAX_SKEW_SECONDS, life - offset > MAX_LIFE_SECONDS - MAX_SKEW_SECONDS
+        if has_expired or is_too_long:  # at the others, by their clocks
             ahead = "behind" if offset > 0 else "ahead of"
             self._warn(
                 f"this machine's clock is {abs(offset):.0f} s {ahead} the other members' clocks, so they do not list "

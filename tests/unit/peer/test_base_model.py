@@ -233,7 +233,5 @@ async def test_a_peer_without_a_package_is_told_before_anything_is_fetched(
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     await check_machine(run_spec(), options, store)
-    with pytest.raises(
-        PeerError, match="is quantised, which needs one more package: .* -m pip install 'bitsandbytes"
-    ):
+    with pytest.raises(PeerError, match="is quantised, which needs one more package: .* -m pip install 'bitsandbytes"):
         await check_machine(run_spec(dtype="nf4"), options, store)

@@ -44,7 +44,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, torch.device]]:
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: None)
     monkeypatch.setattr(setup, "link", lambda: "nvlink")
     return bounds
 
@@ -57,6 +57,22 @@ def test_a_device_is_ready_with_its_number_and_the_limit_in_force(gpus, name: st
     choose_device(name, 1, 2 * WHOLE)
     assert gpus[-1] == (1.0, device)
     assert torch.get_float32_matmul_precision() == "highest"  # an audit that claims fp32 has it
+
+
+@pytest.mark.parametrize(
+    ("failure", "says"),
+    [
+        ("CUDA error: no kernel image is available for execution on the device", "older CUDA .*, or use --device cpu"),
+        ("CUDA error: all CUDA-capable devices are busy or unavailable", "is another program on it"),
+    ],
+)
+def test_a_gpu_that_fails_at_once_is_an_error_with_what_to_do(gpus, monkeypatch, failure: str, says: str):
+    def ones(*_: Any, **__: Any):
+        raise RuntimeError(failure)
+
+    monkeypatch.setattr(torch, "ones", ones)
+    with pytest.raises(TrainingError, match=f"cuda:0 cannot be used .*: .*{says}"):
+        choose_device("auto", 1)
 
 
 def test_a_limit_means_nothing_to_a_cpu(gpus):
