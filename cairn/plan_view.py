@@ -80,7 +80,7 @@ def _choices(p: RunPlan) -> Iterator[tuple[str, ...]]:
     tuned = f"measured: {measurements.FINE_TUNING}"
     yield "inner.optimizer", f"{p.inner.value}", f"{p.inner.why} ({tuned if q.frozen else measured})"
     of_loss = f"measured: {p.source}"
-    yield "codec.kind", m.codec.kind, f"with H a final loss {c.loss:.4g} x data-parallel's, {rule} ({of_loss})"
+    yield "codec.kind", m.codec.kind, f"with H a final loss {p.final_loss}, {rule} ({of_loss})"
     if m.codec.kind == "sparse":
         yield "codec.k", f"{m.codec.k}", "coordinates of each 4096"
     yield (
@@ -124,11 +124,7 @@ def _costs(p: RunPlan) -> Iterator[tuple[str, ...]]:
     yield "up", f"{byte_size(p.up_bytes)} a peer and round ({to}); down {byte_size(p.down_bytes)}"
     slower = "up" if q.copies / q.uplink >= (q.peers - 1) / (q.downlink or q.uplink) else "down"
     yield "exchange", f"{c.exchange_seconds:.3g} s (bytes {slower} / {slower}link + 2 round trips)"
-    yield (
-        "of the round",
-        f"{c.share:.1%} of {c.training_seconds:.3g} s of training, which goes on meanwhile: that makes the loss "
-        f"{c.loss / c.setting.loss - 1:.1%} higher",
-    )
+    yield "of the round", f"{c.share:.1%} of {c.training_seconds:.3g} s of training, which goes on meanwhile"
     yield "memory", f"{_memory(p)} on each GPU, and room for one window"
     yield "length", f"{p.rounds:,} rounds, {_long(p.days)}"
     total = p.rounds * p.up_bytes
@@ -156,7 +152,10 @@ def _changes(p: RunPlan) -> Iterator[tuple[str, ...]]:
         yield "better", "nothing that was measured has less loss"
     elif p.better:
         b = p.better.setting
-        yield ("better", f"from {_mbit(p.better.uplink_needed)} up: {b} (loss {b.loss:g} x, for {p.setting.loss:g} x)")
+        yield (
+            "better",
+            f"from {_mbit(p.better.uplink_needed)} up: {b} (loss {b.loss:g} x as measured, not {p.setting.loss:g} x)",
+        )
     else:
         yield "better", "over a faster uplink: shorter rounds, or the same with less training on old states"
     if p.fits:

@@ -75,6 +75,8 @@ PLAIN_WHY = "in 4 rounds of fine-tuning momentum made the loss 2.2% higher, 1.7%
 OVERLAP_LOSS = 0.07
 """Relative increase of the final loss if the exchange takes as long as the round's training, which continues on an old
 state. 4 of 36 steps cost 0.75%, 12 of 36 2.4%; other lengths are interpolated linearly."""
+OVERLAP_MEASURED = 12 / 36
+"""The longest exchange that was measured so, as a share of the round's training."""
 
 LR_AT = (131_904, 1.6e-2)
 """Parameters, and the best peak learning rate among factors of two for rounds of Muon's steps."""

@@ -233,6 +233,15 @@ class RunPlan:
         return measurements.PLAIN if fine_tuning else measurements.NESTEROV
 
     @property
+    def final_loss(self) -> str:
+        """The final loss in words, as it was measured and with the cost of training on, which is computed."""
+        beyond = ", beyond what was measured" if self.cost.share > measurements.OVERLAP_MEASURED else ""
+        return (
+            f"{self.setting.loss:g} x data-parallel's as measured, {self.cost.loss:.4g} x with training on during the "
+            f"exchange (by calculation{beyond})"
+        )
+
+    @property
     def source(self) -> str:
         """The page that has the setting's loss, and the outer step of that loss if it is not the plan's."""
         measured = self.setting.outer

@@ -22,7 +22,7 @@ from coordinator.authoring.errors import DataInputError
 from coordinator.authoring.model_config import FROM_TOKENIZER, ModelFileError, model_of, with_adapter
 from coordinator.authoring.plan import FINE_TUNING_TOKENS, PlanError, PlanInputs, RunPlan, plan
 from coordinator.authoring.prepare import ConversationData, prepare
-from coordinator.authoring.template import VALIDATION_EVERY, fill
+from coordinator.authoring.template import OF_FINE_TUNING, VALIDATION_EVERY, fill
 from coordinator.authoring.weights import CONFIG, WeightsError, check, read_headers
 from protocol.spec import AdapterSettings
 
@@ -137,6 +137,7 @@ def run_file_from(
         "tokenizer": f"tokenizer = {_text(f'{place}/{TOKENIZER}')}",
         "end_of_text": f"end_of_text = {_text(tokenizer.end)}",
         "lr": rate if adapter is None else f"lr = {made.lr}",
+        "loss": OF_FINE_TUNING,
     }
     if counted is not None and sft is not None:
         lines |= _conversation_lines(sft, out, counted, made)
@@ -230,6 +231,8 @@ def _conversation_lines(sft: str, out: Path, counted: _Counted, made: RunPlan) -
     some = counted.documents >= 10 * VALIDATION_EVERY
     return {
         "validation_every": str(VALIDATION_EVERY if some else max(2, min(20, counted.documents // 2))),
+        "next": "checks this file",
+        "documents": "The conversations.",
         "source": f"source = {_text(place)}",
         "conversations": CONVERSATIONS.format(
             trained=data.trained, window_tokens=data.window_tokens, window=data.window, long=long, template=template

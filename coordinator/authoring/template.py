@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from string import Template
@@ -19,6 +20,7 @@ from protocol.spec import AdapterSettings
 
 TEMPLATE = Path(__file__).with_name("run_template.toml")
 VALIDATION_EVERY = 100
+OF_FINE_TUNING = f"# Of runs that continue from a model few losses were measured: {measurements.FINE_TUNING}."
 TEXT = "# Conversations instead of text: add the table [data.conversations] (docs/runs.md)."
 
 
@@ -33,11 +35,13 @@ def fill(
     """Return the text of a run.toml.
 
     `model` is its [model] table, `adapter` the one to train, `model_note` a line about the table's source. `lines`
-    replace those of a new run: by, name, weights, source, vocabulary, tokenizer, end_of_text, conversations, lr; and
-    numbers of the plan.
+    replace those of a new run: by, next, name, weights, documents, source, vocabulary, tokenizer, end_of_text,
+    conversations, lr, loss; and numbers of the plan.
     """
     new_run = {
         "by": "planned by `cairn run plan`",
+        "next": "checks this file, once [data] names your documents",
+        "documents": "EDIT THIS: your documents.",
         "name": 'name = "my-run"',
         "weights": '#weights = ""',
         "vocabulary": f"vocabulary = {vocabulary}",
@@ -46,6 +50,7 @@ def fill(
         "conversations": TEXT,
         "end_of_text": '#end_of_text = "<|endoftext|>"',
         "lr": f"lr = {plan.lr}",
+        "loss": OF_FINE_TUNING if plan.inputs.frozen else _comment(f"A final loss {plan.final_loss}: {plan.source}."),
     }
     q, cost = plan.inputs, plan.cost
     codec, outer = plan.setting.codec, plan.outer
@@ -69,8 +74,6 @@ def fill(
         kind=codec.kind,
         update=f"{cost.update_bytes:,} bytes",
         inner_steps=plan.setting.inner_steps,
-        loss=f"{plan.setting.loss:g}",
-        measured=plan.source,
         k_line=f"k = {codec.k}" if codec.kind == "sparse" else "#k = 64",
         beta=codec.beta,
         outer_optimizer=outer.optimizer,
@@ -95,6 +98,10 @@ ADAPTER = """\
 # addresses: folders (fsspec) with the files of the run's base/, else peers fetch it from each other.
 {}
 """
+
+
+def _comment(text: str) -> str:
+    return "\n".join(textwrap.wrap(text, 120, initial_indent="# ", subsequent_indent="# "))
 
 
 def _lines(table: Mapping[str, Any]) -> str:

@@ -248,6 +248,7 @@ def test_init_writes_what_was_measured_best_for_fine_tuning(tmp_path: Path):
     assert (whole.inner.optimizer, whole.outer.optimizer, whole.outer.lr) == ("muon", "plain", 1.8)
     planned = re.search(r"# Planned: (\d+) inner steps x (\d+) peers x (\d+) windows x (\d+) tokens", path.read_text())
     assert planned and math.prod(map(int, planned.groups())) == whole.round.target_tokens, "not of trained tokens"
+    assert "EDIT THIS" not in path.read_text() and "x data-parallel's" not in path.read_text()
     adapted = load_run(init(tmp_path, "--adapter", "4", "--force"))
     assert adapted.inner.optimizer == "adamw" and adapted.outer == whole.outer
 

@@ -353,7 +353,7 @@ def test_the_template_s_comments_name_the_defaults_of_the_spec():
             assert isinstance(annotation, type)
             model = annotation
         default = model.model_fields[field[-1]].get_default()
-        said = re.search(r"Default ([^ ]+?(?:, [0-9.]+\])?)\.(?= |$)", " ".join(prose))
+        said = re.search(r"Default(?:: .* else)? ([^ ]+?(?:, [0-9.]+\])?)\.(?= |$)", " ".join(prose))
         if said:
             value = tomllib.loads(f"x = {said[1]}")["x"]
             assert tuple(value) == default if isinstance(default, tuple) else value == default, field
@@ -511,6 +511,15 @@ def test_a_plan_says_what_to_write_why_and_what_it_costs():
         assert word in said
     assert "TOO SLOW" not in said
     assert f"{measurements.SOURCE}, with outer rate 1.4)" in said, "not the loss of the outer step that is written"
+
+
+def test_a_plan_has_one_loss_in_print_and_in_the_file_and_says_what_is_computed(tmp_path: Path):
+    wide = cairn("plan", "--peers", "4", "--uplink", "400", "--out", str(tmp_path / "wide.toml")).stdout
+    words = re.search(r"([0-9.]+) x data-parallel's as measured, ([0-9.]+) x with [^(]+\(by calculation\)", wide)
+    assert words and float(words[1]) < float(words[2])
+    assert words[0] in (tmp_path / "wide.toml").read_text().replace("\n# ", " ")
+    longest = cairn("plan", "--uplink", "5", "--parameters", "7B").stdout
+    assert "(by calculation, beyond what was measured)" in longest
 
 
 def test_links_too_slow_for_any_setting_are_said_to_be_with_remedies():
