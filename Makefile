@@ -1,4 +1,4 @@
-# Every target sets itself up: a clean clone and Python 3.10 to 3.13 are all that is needed.
+# Every target sets itself up: a clean clone and Python 3.10 to 3.13 with venv are all that is needed.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin

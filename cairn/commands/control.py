@@ -255,7 +255,7 @@ def unban(run: Path, keys: set[PeerKey], home: Path, reason: str) -> None:
 @_options
 @KEYS
 def pardon(run: Path, keys: set[PeerKey], home: Path, reason: str) -> None:
-    """Lift the conviction of the peers with these KEYS: they may train again, as newcomers.
+    """End the bar of the convicted peers with these KEYS: they may train again, as newcomers.
 
     The stake and the pending credit that their conviction took stay lost.
     """

@@ -1,4 +1,4 @@
-"""`cairn peer pause`, `resume` and `leave`: for peers that run on this machine."""
+"""`cairn peer pause`, `resume` and `leave`: for the peers that run under a home."""
 
 from __future__ import annotations
 
@@ -28,15 +28,17 @@ def _run_command(name: str, help: str) -> click.Command:
 
 pause = _run_command(
     "pause",
-    """Have this machine's devices back within seconds: its peers rest until `cairn peer resume`.
+    """Have the devices back within seconds: the peers under this --home rest until `cairn peer resume`.
 
-    The peers hand in what they have trained, and save the remaining work. Logs and the run's page then call them
+    The peers announce what they have trained, and save the remaining work. Logs and the run's page then call them
     "resting"; "paused" is an order of the run's owner. Name one run by INVITE, or by the start of its id; otherwise all
-    rest. A pause ends with the peer's process.
+    of this home rest. A pause ends with the peer's process.
     """,
 )
-resume = _run_command("resume", """Train again after `cairn peer pause`. INVITE as there.""")
-leave = _run_command("leave", """End this machine's peers in order, as Ctrl-C does. INVITE as in `cairn peer pause`.""")
+resume = _run_command("resume", """Train again after `cairn peer pause`, under the same --home. INVITE as there.""")
+leave = _run_command(
+    "leave", """End the peers under this --home in order, as Ctrl-C does. INVITE as in `cairn peer pause`."""
+)
 
 
 def ask_running(ask: str, home: Path, run: str | None, say: Callable[[str], None]) -> None:
