@@ -64,7 +64,7 @@ class StakeRule:
         """Return the keys that contributed in the `hold_rounds` rounds that end with a record, but for the newest.
 
         Those are UNSEEN_ROUNDS, or half of the hold: authors of the newest records know who proposes next, and with
-        which seed. By whom they list they would choose among draws of auditors and juries. Founders count as
+        which seed. Their lists would let them choose among draws of auditors and juries. Founders count as
         contributors just before the first round.
         """
         hold = max(1, self.hold_rounds)
