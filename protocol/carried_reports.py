@@ -3,9 +3,9 @@
 A record carries a report while the update's credit is pending: up to `hold_rounds` rounds after its own, once its
 auditors are drawn (`audits`). After a decision about the update, or a conviction that voids it, it carries none. Exempt
 are jurors' replays that agree with their jury's decision, until they refute those that do not. The last quarter is for
-juries: an accusation that nobody could answer would cost its authors nothing. Each is by a key that was drawn for it,
-or the owner, and a branch carries one of a key, update and check. A record states the decisions that follow, no others,
-as it states weights: so credit can be folded from certificates alone.
+juries: an accusation that nobody could answer would cost its authors nothing. Each is by a key that was drawn for it
+and has not lost the stake that drew it, or by the owner. A branch carries one of a key, update and check. A record
+states the decisions that follow, no others, as it states weights: so credit can be folded from certificates alone.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ class CarriedReports:
 
     def __init__(self, parent: RecordNode, hold_rounds: int, rule: AuditRule, audit_stakes_at: StakesAt):
         """`audit_stakes_at` gives the stakes that draw auditors and juries for a record's updates."""
+        self._parent = parent
         self._branch = tuple(islice(parent.branch(), hold_rounds))
         self._hold_rounds = hold_rounds
         self._rule = rule
@@ -118,6 +119,8 @@ class CarriedReports:
             return "its author is the update's"
         if not audited.may_report(author) or (author not in audited.auditors and author not in audited.jury.votes):
             return f"{author.short} was not drawn to report on its update"
+        if self._has_lost_stake(author, audited):
+            return f"{author.short} has lost the stake by which it was drawn"
         if audited.is_decided and (check != "replay" or author not in audited.jury.votes):
             return DECIDED
         if author not in audited.auditors and not audited.is_accused:
@@ -127,6 +130,16 @@ class CarriedReports:
         if any((r.author, r.body.check) == (author, check) for r in audited.reports):
             return f"an earlier record carries the report of {author.short} by this check"
         return None
+
+    def _has_lost_stake(self, key: PeerKey, audited: _AuditedUpdate) -> bool:
+        """Return whether a key has lost, since the draw for an update, the stake that drew it: it risks nothing more.
+
+        A decision of the audited round or a later one takes the stake, and a ban while it is in force. A pardon gives
+        no stake back. A bar needs no rule: it comes with such a decision. The owner is drawn by no stake.
+        """
+        parent = self._parent
+        is_stake = parent.penalties.is_stake(key, audited.certificate.record.body.round)
+        return key != self._rule.owner and (not is_stake or key in parent.directives.banned)
 
     def decisions(self, reports: Iterable[Signed[WorkReport]]) -> tuple[AuditDecision, ...]:
         """Return the decisions that follow if the next record carries these reports, in the order of a record."""
@@ -167,11 +180,15 @@ class CarriedReports:
         return audited is not None and audited.is_decided
 
     def replayed_stake(self, record: Digest, update: Digest) -> int:
-        """Return the stake of the keys whose replays of an update the branch carries; 0 once it is decided."""
+        """Return the stake of the keys whose replays of an update the branch carries; 0 once it is decided.
+
+        Stake that they have lost since does not count.
+        """
         audited = self._named(record, update)
         if audited is None or audited.is_decided:
             return 0
-        return sum(audited.stakes.get(r.author, 0) for r in audited.reports if r.body.check == "replay")
+        replayed = [r.author for r in audited.reports if r.body.check == "replay"]
+        return sum(audited.stakes.get(key, 0) for key in replayed if not self._has_lost_stake(key, audited))
 
     def record_refusal(self, record: RoundRecord) -> str | None:
         """Return why the reports and decisions of a record do not follow here; None when they do."""

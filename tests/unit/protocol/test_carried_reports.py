@@ -13,8 +13,11 @@ from protocol.ledger.fold import CreditFold
 from protocol.messages import (
     AuditDecision,
     Certificate,
+    Directive,
     RoundRecord,
+    Signed,
     UpdateHeader,
+    WorkReport,
 )
 from protocol.report_rule import drawn_reporters
 from protocol.rounds import report_pool
@@ -33,7 +36,7 @@ from tests.support.audited_branch import (
     report,
     update_of,
 )
-from tests.support.empty_chain import OWNER, RUN, STATE
+from tests.support.empty_chain import KEYS, OWNER, RUN, STATE
 
 
 @pytest.fixture
@@ -144,6 +147,93 @@ def test_jurors_report_after_a_decision_until_their_votes_refute_and_no_longer(p
     assert not chain.reports_after(chain.head).jury_of(last), "it has no more to say"
 
 
+def refute(branch: Branch) -> PeerKey:
+    """Add records in which a jury refutes an auditor of an update by LIAR. Return that auditor."""
+    record = branch.audited
+    wrong = branch.auditors(record)[0]
+    branch.add(report(record, wrong), report(record, OWNER.key))
+    made = branch.add(*(report(record, key, passed=True) for key in OTHERS if key != wrong))
+    assert wrong in made.record.body.decisions[0].refuted
+    return wrong
+
+
+def told_by(branch: Branch, record: Certificate, key: PeerKey) -> Signed[WorkReport]:
+    """Return the accusation by a key of an update of a record, among those that it audits."""
+    authors = [author for author in KEYS if author != key]
+    return next(report(record, key, author=a) for a in authors if key in branch.auditors(record, a))
+
+
+def test_who_was_refuted_accuses_nothing_of_the_rounds_in_which_it_had_the_stake_that_it_lost():
+    branch = Branch(hold=12)
+    chain, earlier = branch.chain, branch.audited
+    branch.add()
+    wrong = refute(branch)
+    decided, pool = chain.certificate(chain.head), ReportPool(OTHERS[4], chain)
+    before = chain.reports_after(decided.record.body.parent)
+    assert before.report_refusal(told_by(branch, earlier, wrong)) is None
+    branch.add()
+    following = chain.reports_after(chain.head)
+    for record in (earlier, decided):  # its stake counts for the last time in the round that refutes it
+        told = told_by(branch, record, wrong)
+        assert "has lost the stake" in refusal(branch, branch.record(told, decisions=()))
+        assert not pool.add(told) and following.refusal(record.digest, told.body.update, wrong, "loss")
+        by = next(key for key in branch.auditors(record) if key != wrong)
+        assert following.report_refusal(report(record, by)) is None
+    assert following.report_refusal(report(earlier, OWNER.key)) is None, "no stake draws the owner"
+
+
+def test_a_pool_drops_the_reports_of_who_is_refuted():
+    branch = Branch(hold=12)
+    chain, earlier = branch.chain, branch.audited
+    branch.add()
+    first, pool = branch.auditors(branch.audited)[0], ReportPool(OTHERS[4], chain)
+    told = told_by(branch, earlier, first)
+    assert pool.add(told) and pool.to_include(chain.head)[0] == (told,)
+    assert refute(branch) == first
+    assert pool.to_include(chain.head) == ((), ())
+    pool.prune()
+    assert not pool.by(first)
+
+
+def test_what_records_carry_by_who_is_refuted_later_counts_as_before():
+    branch = Branch(hold=12)
+    chain, earlier = branch.chain, branch.audited
+    branch.add()
+    wrong = branch.auditors(branch.audited)[0]
+    author = next(a for a in OTHERS if a != wrong and wrong in branch.auditors(earlier, a))
+    second = next(key for key in branch.auditors(earlier, author) if key != wrong)
+    told = [report(earlier, key, author=author) for key in (wrong, second)]
+    pair = branch.audited
+    branch.add(*told, report(pair, wrong), report(pair, OWNER.key))
+    branch.add(*(report(pair, key, passed=True) for key in OTHERS if key != wrong))
+    assert wrong not in chain.stakes(chain.head)
+    replayed = chain.reports_after(chain.head).replayed_stake(earlier.digest, told[0].body.update)
+    assert replayed == chain.audit_stakes(earlier.digest)[second], "the case comes later in the queues of jurors"
+    others = [key for key in KEYS if key not in (author, wrong, second)]
+    made = branch.add(*(report(earlier, key, author=author) for key in others[:2]))
+    assert made.record.body.decisions == (AuditDecision(earlier.digest, author, True),), "by four of six, one refuted"
+
+
+def test_the_convicted_and_the_banned_judge_nobody_and_a_pardon_gives_no_vote_back():
+    branch = Branch(hold=12)
+    chain, earlier = branch.chain, branch.audited
+    branch.add()
+    record, accusers, jurors = accused(branch)
+    at = branch.add(*(report(record, key) for key in jurors)).record.body.round
+    case = next(a for a in OTHERS if LIAR in branch.auditors(earlier, a))
+    told = report(earlier, LIAR, author=case)
+    assert "has lost the stake" in refusal(branch, branch.record(told, decisions=()))
+    branch.add(directive=pardon(LIAR, at, sequence=1))
+    assert not chain.is_barred(LIAR, chain.head)
+    assert "has lost the stake" in refusal(branch, branch.record(told, decisions=()))
+    banned = next(k for k in branch.auditors(earlier, case) if k != LIAR)
+    told = report(earlier, banned, author=case)
+    assert chain.reports_after(chain.head).report_refusal(told) is None
+    for sequence, keys in ((2, (banned,)), (3, ())):
+        branch.add(directive=OWNER.sign(Directive(RUN, sequence, banned=keys)), without={banned})
+        assert (chain.reports_after(chain.head).report_refusal(told) is None) is not bool(keys)
+
+
 def test_where_no_votes_can_refute_any_more_jurors_report_no_more():
     case = decided_narrowly(passed=True)
     made = case.branch.add(report(case.record, case.late, passed=True, margin=0.001))
@@ -210,7 +300,7 @@ def test_a_conviction_settles_all_earlier_updates_of_its_author_and_none_of_othe
     following = chain.reports_after(chain.head)
     assert "has convicted its author" in str(following.report_refusal(report(earlier, first)))
     other = OTHERS[0]
-    by = branch.auditors(earlier, other)[0]
+    by = next(key for key in branch.auditors(earlier, other) if key != LIAR)
     assert following.report_refusal(report(earlier, by, author=other)) is None
     branch.add(directive=pardon(LIAR, convicted))
     assert "has convicted its author" in refusal(branch, branch.record(report(earlier, first), decisions=()))
