@@ -4,12 +4,14 @@ A record carries a report while the update's credit is pending: up to `hold_roun
 auditors are drawn (`audits`). After a decision about the update, or a conviction that voids it, it carries none. Exempt
 are jurors' replays that agree with their jury's decision, until they refute those that do not. The last quarter is for
 juries: an accusation that nobody could answer would cost its authors nothing. Each is by a key that was drawn for it
-and has not lost the stake that drew it, or by the owner. A branch carries one of a key, update and check. A record
-states the decisions that follow, no others, as it states weights: so credit can be folded from certificates alone.
+and has not lost the stake that drew it, or by the owner. A branch carries one of a key, update and check, and a record
+MAX_ACCUSATIONS of a key. It states the decisions that follow, no others, as it states weights: so credit can be folded
+from certificates alone.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,6 +24,13 @@ from protocol.record_node import RecordNode
 from protocol.report_rule import ACCUSERS, accusers, decide, drawn_reporters, may_refute
 
 StakesAt = Callable[[RecordNode], Mapping[PeerKey, int]]
+
+MAX_ACCUSATIONS = 2
+"""Updates that a key may accuse in one record: one loss of its stake pays for all that it accuses until a jury decides.
+
+An honest key replays about one update in a round. There is no limit of all its undecided accusations: two hostile
+auditors could use that up, by leaving those that they share with it alone.
+"""
 
 NOTHING_PENDING = "it is about no update that is audited here"
 DECIDED = "a jury has decided about its update, or has convicted its author"
@@ -141,6 +150,27 @@ class CarriedReports:
         is_stake = parent.penalties.is_stake(key, audited.certificate.record.body.round)
         return key != self._rule.owner and (not is_stake or key in parent.directives.banned)
 
+    def within_limit(self, reports: Iterable[Signed[WorkReport]]) -> list[Signed[WorkReport]]:
+        """Return reports for the next record without those accusations of a key that come after MAX_ACCUSATIONS.
+
+        To accuse is to say of an update that its replay failed, while the branch carries less than two accusations.
+        Jurors' answers are not limited. Nor is the owner, which makes all checks and convicts nobody alone.
+        """
+        counts, kept = Counter[PeerKey](), list[Signed[WorkReport]]()
+        for report in reports:
+            if self._accuses(report):
+                counts[report.author] += 1
+                if counts[report.author] > MAX_ACCUSATIONS:
+                    continue
+            kept.append(report)
+        return kept
+
+    def _accuses(self, report: Signed[WorkReport]) -> bool:
+        if report.body.check != "replay" or report.body.passed or report.author == self._rule.owner:
+            return False
+        audited = self._audited(report)
+        return audited is not None and not audited.is_accused
+
     def decisions(self, reports: Iterable[Signed[WorkReport]]) -> tuple[AuditDecision, ...]:
         """Return the decisions that follow if the next record carries these reports, in the order of a record."""
         added: dict[tuple[Digest, Digest], list[Signed[WorkReport]]] = {}
@@ -195,6 +225,8 @@ class CarriedReports:
         for report in record.reports:
             if (reason := self.report_refusal(report)) is not None:
                 return f"it carries a report of {report.author.short}: {reason}"
+        if len(self.within_limit(record.reports)) < len(record.reports):
+            return f"it carries more than {MAX_ACCUSATIONS} accusations by one key"
         if record.decisions != self.decisions(record.reports):
             return "it states other decisions than those that follow from the reports"
         for decision in record.decisions:

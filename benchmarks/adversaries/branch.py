@@ -39,6 +39,8 @@ class Branch:
         self.fold = CreditFold(self.run, CreditRule.of(spec))
         self.voided: set[tuple[int, PeerKey]] = set()
         """Rounds and authors whose credit is void."""
+        self.waiting: list[Signed[WorkReport]] = []
+        """Accusations for which the newest record had no place."""
         self._authors: list[tuple[PeerKey, ...]] = []
 
     @property
@@ -65,7 +67,8 @@ class Branch:
         following = chain.reports_after(parent)
         carried = {(r.body.record, r.body.update, r.author, r.body.check): r
                    for r in reports if following.report_refusal(r) is None}  # fmt: skip
-        ordered = tuple(carried[name] for name in sorted(carried))
+        ordered = tuple(following.within_limit(carried[name] for name in sorted(carried)))
+        self.waiting = [report for report in carried.values() if report not in ordered]
         decisions = following.decisions(ordered)
         convicted = {d.author for d in decisions if d.convicted}
         listed = tuple(sorted((u for u in updates if u.author not in convicted), key=lambda u: u.author))

@@ -128,7 +128,7 @@ class Swarm:
                 windows = world.profile.most
             updates.append(branch.header(key, windows, blob))
         certificate = branch.add(updates, self.reports)
-        self.reports = []
+        self.reports = branch.waiting
         self._note(certificate, now)
         body = certificate.record.body
         self.held[certificate.digest] = Held(now, certificate, dict(self.state), accepted, blobs)

@@ -71,19 +71,19 @@ class ReportPool:
         """Return the reports that a record of ours after `parent` carries, and the decisions that follow.
 
         Those that accuse, or answer accusations, go first: only they decide anything. Of each kind the first of each
-        key go before any key's second. Reports that convict us are left to other proposers: the convicted cannot be in
-        the record.
+        key go before any key's second. Accusations beyond a key's limit stay for later records. Reports that convict us
+        are left to other proposers: the convicted cannot be in the record.
         """
         following = self._chain.reports_after(parent)
         turns: Counter[tuple[bool, PeerKey]] = Counter()
         ranked = []
-        for place, report in sorted(self._reports.items()):
-            if following.report_refusal(report) is None:
-                is_replay, passed = report.body.check == "replay", report.body.passed
-                decided = following.is_decided(report.body.record, report.body.update)
-                decides = is_replay and not decided and (not passed or bool(following.jury_of(report)))
-                turns[decides, report.author] += 1
-                ranked.append((not decides, turns[decides, report.author], place, report))
+        possible = [r for _, r in sorted(self._reports.items()) if following.report_refusal(r) is None]
+        for report in following.within_limit(possible):
+            is_replay, passed = report.body.check == "replay", report.body.passed
+            decided = following.is_decided(report.body.record, report.body.update)
+            decides = is_replay and not decided and (not passed or bool(following.jury_of(report)))
+            turns[decides, report.author] += 1
+            ranked.append((not decides, turns[decides, report.author], report_place(report), report))
         reports = [r for *_, r in sorted(ranked, key=lambda item: item[:3])[:MAX_REPORTS]]
         mine = {d.record for d in following.decisions(reports) if d.convicted and d.author == self._me}
         reports = sorted((r for r in reports if r.body.record not in mine), key=report_place)

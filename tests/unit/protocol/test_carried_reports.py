@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from protocol.carried_reports import MAX_ACCUSATIONS
 from protocol.errors import ChainError
 from protocol.ids import Digest, PeerKey, Round, sha256
 from protocol.ledger.credits import CreditRule, credits_of
@@ -354,6 +355,46 @@ def test_reports_that_decide_go_before_others(branch, monkeypatch):
     for told in (*others, report(record, drawn[0], passed=True), *accusations):
         assert pool.add(told)
     assert set(pool.to_include(chain.head)[0]) == set(accusations)
+
+
+def audited_by(branch: Branch, key: PeerKey) -> list[tuple[Certificate, PeerKey]]:
+    """Return records with the authors of the updates that a key may accuse there."""
+    chain, newest = branch.chain, branch.chain.height(branch.audited.digest)
+    records = [chain.certificate(chain.main_chain_at(newest - n)) for n in range(3)]
+    found = [(r, a) for r in records for a in KEYS if a != key and key in branch.auditors(r, a)]
+    assert len(found) > 2 * MAX_ACCUSATIONS
+    return found
+
+
+def test_a_record_carries_few_accusations_of_a_key_and_the_others_wait_for_later_ones():
+    branch = Branch(18, hold=12)
+    chain, accuser = branch.chain, OTHERS[0]
+    told = [report(r, accuser, author=author) for r, author in audited_by(branch, accuser)]
+    pool = ReportPool(OTHERS[4], chain)
+    assert all(pool.add(each) for each in told)
+    assert "more than 2 accusations" in refusal(branch, branch.record(*told, decisions=()))
+    for _ in range(2):
+        included, decisions = pool.to_include(chain.head)
+        assert len(included) == MAX_ACCUSATIONS and decisions == ()
+        branch.add(*included)
+        pool.prune()
+    assert len(pool.by(accuser)) == len(told) - 2 * MAX_ACCUSATIONS
+
+
+def test_the_owners_accusations_passed_replays_and_answers_to_accusations_are_not_limited():
+    branch = Branch(18, hold=12)
+    chain, key = branch.chain, OTHERS[0]
+    cases = audited_by(branch, key)
+    spared = [report(r, key, author=author, passed=True) for r, author in cases]
+    assert chain.reports_after(chain.head).within_limit(spared) == spared
+    assert len(branch.add(*(report(r, OWNER.key, author=a) for r, a in cases)).record.body.reports) == len(cases)
+    seconds = [report(r, next(k for k in branch.auditors(r, a) if k != key), author=a) for r, a in cases]
+    while seconds:
+        told = chain.reports_after(chain.head).within_limit(seconds)
+        branch.add(*told)
+        seconds = [each for each in seconds if each not in told]
+    answers = [report(r, key, author=author) for r, author in cases]
+    assert len(branch.add(*answers).record.body.reports) == len(cases)
 
 
 def test_a_record_states_exactly_the_decisions_that_follow(branch):
