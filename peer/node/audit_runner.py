@@ -36,6 +36,16 @@ log = logging.getLogger(__name__)
 MAX_WAITING = 64
 """At most this many screens wait, and as many other checks."""
 
+MAX_ACCUSED = 48
+"""Most of these other checks that may be of accused updates: false accusations must not push out what is due."""
+
+ACCUSED_TURNS = 3
+"""Replays of accused updates in a row while another check waits: the share of MAX_ACCUSED.
+
+A jury's work comes first, since all its members make it. At the usual rates a peer has less than one due check in four
+rounds.
+"""
+
 SCREENS_TOGETHER = 4
 """Screens for which a process is started. Fewer wait for another check: a start takes longer than they do."""
 
@@ -82,6 +92,8 @@ class AuditRunner:
         self._waiting: list[_Waiting] = []
         self._present: tuple[Digest, Digest, UpdateCheck, bytes] | None = None
         """The check that is being made."""
+        self._turns = 0
+        """Replays of accused updates since the last other check, but screens."""
         self._strange: BoundedDict[Digest, None] = BoundedDict(MAX_WAITING)
         """Updates that failed a loss check here."""
         self._asked = asyncio.Event()
@@ -100,8 +112,10 @@ class AuditRunner:
         self._waiting.append(_Waiting(action, is_new))
         alike = [w for w in self._waiting if (w.action.check == "screen") is (action.check == "screen")]
         if len(alike) > MAX_WAITING:
-            last = self._take(max(alike, key=self._rank))
-            self._not_made(last, f"{MAX_WAITING} others come first", may_ask_again=last.is_accused)
+            accused = [w for w in alike if w.action.is_accused]
+            others = [w for w in alike if not w.action.is_accused]
+            last = max(accused if len(accused) > MAX_ACCUSED or not others else others, key=self._rank)
+            self._not_made(self._take(last), "others come first")
         screens = sum(w.action.check == "screen" for w in self._waiting)
         if screens >= SCREENS_TOGETHER or screens < len(self._waiting):
             self._asked.set()
@@ -139,7 +153,7 @@ class AuditRunner:
             try:
                 while self._waiting:
                     await self._may_work.wait()
-                    action = self._take(min(self._waiting, key=self._rank))
+                    action = self._take(self._next())
                     self._present = _key(action)
                     await self._audit(action)
                     self._present = None
@@ -149,6 +163,16 @@ class AuditRunner:
                 self._present = None
                 await self.process.close()
 
+    def _next(self) -> _Waiting:
+        """Return the check to make now: the first in rank, or the first that is not accused after ACCUSED_TURNS."""
+        others = [w for w in self._waiting if not w.action.is_accused]
+        found = min(others if others and self._turns >= ACCUSED_TURNS else self._waiting, key=self._rank)
+        if found.action.is_accused:
+            self._turns += 1
+        elif found.action.check != "screen":  # those are cheap: the due check that they delay keeps its turn
+            self._turns = 0
+        return found
+
     def _take(self, waiting: _Waiting) -> AuditUpdate:
         self._waiting.remove(waiting)
         return waiting.action
@@ -156,9 +180,10 @@ class AuditRunner:
     def _rank(self, waiting: _Waiting) -> tuple[int, int, int, bytes]:
         """Return the key by which checks are ordered.
 
-        First come accused updates: many newcomers must not keep a jury from its work. Then come replays of keys without
-        stake: all of their updates are to be replayed, whatever else is found. Then come updates that failed a loss
-        check, then screens, which are cheap, then accused updates that are decided, then loss checks, then replays.
+        First come accused updates: many newcomers must not keep a jury from its work (but see `_next`). Then come
+        replays of keys without stake: all of their updates are to be replayed, whatever else is found. Then come
+        updates that failed a loss check, then screens, which are cheap, then accused updates that are decided, then
+        loss checks, then replays.
 
         Of accused updates the one comes first on which keys with the most stake have reported. A liar sends a fake in
         each round, and jurors who took the newest would each replay another one, and convict by none.

@@ -441,7 +441,7 @@ async def test_a_juror_replays_what_is_decided_and_may_refute_after_what_is_accu
         assert w.rounds_asked()[1:] == [("replay", 2), ("replay", 4), ("loss", 3)]
 
 
-async def test_the_queue_is_bounded_and_has_each_check_once(tmp_path, monkeypatch):
+async def test_the_queue_is_bounded_has_each_check_once_and_what_it_drops_is_asked_for_again(tmp_path, monkeypatch):
     monkeypatch.setattr(audit_runner, "MAX_WAITING", 4)
     async with world(tmp_path, 5) as w:
         w.process.gate.clear()
@@ -452,13 +452,50 @@ async def test_the_queue_is_bounded_and_has_each_check_once(tmp_path, monkeypatc
         for round_ in (4, 4, 4, 3, 2, 1):
             w.ask(round_)
         assert w.auditor.waiting == 4 and not w.auditor.counts.not_made
-        w.ask(0)
-        assert w.auditor.waiting == 4 and w.auditor.counts.not_made == 1 and not w.not_made
+        dropped = w.ask(0)
+        assert w.auditor.waiting == 4 and [e.update for e in w.not_made] == [dropped.update]
         for round_ in (4, 3, 2, 1):
             w.ask(round_, is_accused=True)
-        assert not w.not_made, "what nobody accuses is not asked for again"
+        assert len(w.not_made) == 1
         dropped = w.ask(0, is_accused=True)
-        assert w.auditor.waiting == 4 and [e.update for e in w.not_made] == [dropped.update]
+        assert w.auditor.waiting == 4 and [e.update for e in w.not_made[1:]] == [dropped.update]
+
+
+async def test_accused_updates_push_out_no_more_due_checks_than_their_part_of_the_queue(tmp_path, monkeypatch):
+    monkeypatch.setattr(audit_runner, "MAX_WAITING", 4)
+    monkeypatch.setattr(audit_runner, "MAX_ACCUSED", 3)
+    async with world(tmp_path, 6) as w:
+        w.process.gate.clear()
+        w.ask(5, "loss", author=1)
+        await until(lambda: w.process.asked, "the first is being made")
+        due = [w.ask(round_, author=1) for round_ in (4, 3, 2, 1)]
+        told = [w.ask(round_, is_accused=True) for round_ in (4, 3, 2)]
+        assert [e.update for e in w.not_made] == [action.update for action in reversed(due[1:])]
+        told += [w.ask(round_, is_accused=True) for round_ in (1, 0)]
+        assert [e.update for e in w.not_made[3:]] == [action.update for action in told[3:]]
+        assert w.auditor.waiting == 4
+        w.process.gate.set()
+        await w.done(1 + 5 + 4)
+        assert ("replay", 4) in w.rounds_asked() and w.process.asked[-1].update.author == peer(1).key
+
+
+async def test_after_three_accused_updates_another_check_has_its_turn_and_screens_take_nobodys(tmp_path):
+    async with world(tmp_path, 0) as w:
+        grow_by_three(w, 16)
+        hold_all(w)
+        w.process.gate.clear()
+        w.ask(15, "loss", author=1)
+        await until(lambda: bool(w.process.asked), "the first is being made")
+        for round_ in range(11, 16):
+            w.ask(round_, "replay", is_accused=True)
+        for round_ in (14, 15):
+            w.ask(round_, "screen", author=1)
+        for round_ in (14, 15):
+            w.ask(round_, "loss", author=3)
+        w.process.gate.set()
+        await w.done(1 + 5 + 2 + 2)
+        made = ["screen" if isinstance(job, ScreenJob) else job.check for job in w.process.asked[1:]]
+        assert made == [*3 * ["replay"], *2 * ["screen"], "loss", *2 * ["replay"], "loss"]
 
 
 async def test_the_blobs_of_the_present_check_stay_on_the_disk(tmp_path):
