@@ -34,6 +34,9 @@ MAX_FP32 = (2 - 2**-23) * 2.0**127
 MIN_WEIGHT = 2.0**-100
 """Below every weight that a round can give (a window in 2**53, among MAX_CONTRIBUTORS updates), and above 0."""
 
+GROWTH = 2.0
+"""A limit is at most this times the limit of the round before."""
+
 MIN_LIMIT = 2.0**-24
 """The least limit of a norm other than 0: too little to matter, and at most 24 rounds of doubling from 1."""
 
@@ -180,8 +183,24 @@ def clip_limit(norms: Sequence[float], weights: Sequence[int], reference: float 
     limit = low
     if reference > 0:
         limit = min(max(reference, low), high)
-        limit = min(max(limit, reference / 2), 2 * reference)
+        limit = min(max(limit, reference / 2), GROWTH * reference)
     return min(max(limit, MIN_LIMIT), MAX_FP32) if limit > 0 else 0.0
+
+
+def greatest_limit(reference: float) -> float:
+    """Return what the next round's `clip_limit` cannot exceed; 0 without a reference, with which nothing is known."""
+    return min(max(GROWTH * reference, MIN_LIMIT), MAX_FP32) if reference > 0 else 0.0
+
+
+def foreseen_factors(blob: Blob, codec: Codec, reference: Tensor, device: torch.device | str = "cpu") -> list[float]:
+    """Return the factors that bring each tensor of a blob to its `greatest_limit`: of an update not yet in a record.
+
+    A round clips at least as much, but in a tensor without a reference, as in a run's first round: there the factor is
+    0. Factors are exactly fp32, and the same on every machine. `blob` has passed `Codec.check`.
+    """
+    norms = map(math.sqrt, codec.sum_squares(blob, device))
+    limits = map(greatest_limit, reference.tolist())
+    return [round_to_fp32(clip_factors([n], limit)[0]) for n, limit in zip(norms, limits, strict=True)]
 
 
 def lower_median(norms: Sequence[float], weights: Sequence[int]) -> float:

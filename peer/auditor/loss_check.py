@@ -118,7 +118,7 @@ class LossCheck:
         tokens = self.reader.read([window for windows in parts for window in windows])
         outer.begin_again(None)
         before = inner.window_losses(tokens)
-        outer.begin_again(blob)
+        outer.begin_again(blob, clips=False)
         gains = before - inner.window_losses(tokens)
         *claimed, unclaimed = gains.split([*map(len, parts)])
         return Gains(tuple(claimed), unclaimed)

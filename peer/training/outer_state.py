@@ -20,7 +20,11 @@ In a replayable run (`replayable`) an update depends on public values alone. Not
 tensors are scratch memory:
 
     announce     blob = encode(anchor - local)
-    begin_again  local <- base - decode(blob), or base; anchor <- local
+    begin_again  local <- base - clip(decode(blob)), or base; anchor <- local
+
+`clip` brings each tensor to a norm that no round lets more than through (`protocol.outer.foreseen_factors`). An author
+chooses the scales of its update, and an auditor begins where they lead: huge ones would leave a model that no step
+changes.
 
 Every operation is elementwise, apart from the codec and `apply`, which work on whole flattened tensors by blocks. So
 `OuterState` does them on whole tensors, and `ShardedOuterState` on the blocks that a rank owns.
@@ -42,7 +46,7 @@ from peer.training.parallel.sharded_file import ShardedFile
 from protocol.codec import Batch, Codec
 from protocol.errors import MalformedError
 from protocol.layout import Layout, TensorSlice
-from protocol.outer import Contribution, apply
+from protocol.outer import Contribution, apply, foreseen_factors, reference_norms
 from protocol.reduce import Reduction, apply_reduced
 from protocol.spec import OuterSpec
 from protocol.untransmitted import ResidualMask
@@ -164,10 +168,11 @@ class OuterOperations(ABC):
         self._change(moved)
 
     @torch.no_grad()
-    def begin_again(self, blob: bytes | None) -> None:
+    def begin_again(self, blob: bytes | None, *, clips: bool = True) -> None:
         """Give up the progress since the anchor: continue from the base less our update, or from the base itself.
 
-        Only in a replayable run, for its scratch memory. Raises CodecError, after which nothing has changed.
+        `clips`: if the run clips, the update counts with no more than the round after the base can let through. Only in
+        a replayable run, for its scratch memory. Raises CodecError, after which nothing has changed.
         """
         base = self.base
         if base is None or not self.replayable:
@@ -176,6 +181,8 @@ class OuterOperations(ABC):
             for scratch in self.feedback.values():
                 scratch.zero_()
             self._add(blob, self.feedback, None)
+            if clips and self.spec.clip == "median":
+                self._clip(blob, reference_norms(base, self.codec.layout))
 
         def begun(name: str, values: Tensor) -> None:
             for local, anchor, new, own in self.offload.pieces(
@@ -187,6 +194,13 @@ class OuterOperations(ABC):
                 anchor.copy_(local)
 
         self._change(begun)
+
+    def _clip(self, blob: bytes, reference: Tensor) -> None:
+        """Multiply the decoded values of a blob, which are the feedback, by their tensors' `foreseen_factors`."""
+        factors = foreseen_factors(blob, self.codec, reference, self.offload.device)
+        for tensor, factor in zip(self.codec.layout.tensors, factors, strict=True):
+            if factor != 1.0 and (values := self.feedback.get(tensor.name)) is not None:
+                values.mul_(factor)
 
     def add_back(self, blob: bytes, only: bytes | None = None) -> None:
         """Add one of our updates that was not accepted to the feedback. Raises CodecError.

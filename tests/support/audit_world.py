@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -121,6 +121,44 @@ def passed(found: Mapping[str, Score]) -> bool:
     return all(s.passed for s in found.values())
 
 
+def after_huge_update(audited: Audited, folder: Path, records: int) -> AuditJob:
+    """Return the replay of an update whose author announced one with matrices of huge scales before it.
+
+    That one is of the record after `records` others. All windows of the update come before its rebase.
+    """
+    codec, honest = audited.codec, (audited.first, accepted_round(1, *audited.made.items()))
+    mine = next(u for u in honest[records].updates if u.author == peer_key(AUTHOR))
+    values = {t.name: torch.zeros(t.shape) for t in codec.layout.tensors}
+    codec.add_to(mine.blob.read_bytes(), values)
+    file = folder / "huge.blob"
+    file.write_bytes(codec.encode({n: v.sign() * 2.0**28 if v.ndim == 2 else v for n, v in values.items()}))
+    updates = tuple(replace(u, blob=file) if u is mine else u for u in honest[records].updates)
+    record, before = replace(honest[records], updates=updates), honest[:records]
+    accepted = [sum(u.windows for r in some for u in r.updates) for some in (before, (*before, record))]
+    states = [_backend(audited, some).store_state(1, None) for some in (before, (*before, record))]
+    start, first = audited.world.start(AUTHOR), audited.made[AUTHOR].end_window
+    end, genesis = first + STEPS * BATCH, audited.states[0]
+    job = AuditJob(
+        check="replay",
+        spec_path=start.spec_path,
+        audit_seed=SEED,
+        update=ClaimedUpdate(peer_key(AUTHOR), first, end, end, folder / "after.blob"),
+        start=StateFiles(audited.world.genesis, genesis, before, states[0], accepted[0]),
+        rebase=Rebase(record, states[1], accepted[1]),
+        device="cpu",
+        shards=start.shards,
+    )
+    job.update.blob.write_bytes(replayed(audited, job, job.update))
+    return job
+
+
+def replayed(audited: Audited, job: AuditJob, update: ClaimedUpdate) -> bytes:
+    """Return the update that an honest author announces for this claim, on the states of a job."""
+    spec, files = audited.world.spec, RoundFiles.of(audited.world.spec)
+    backend = _backend(audited, job.start.rounds)
+    return replay(spec, backend, audited.reader(), files, update, job.start.accepted_windows, job.rebase).blob
+
+
 # -- fakes -------------------------------------------------------------------------------------------------------
 
 
@@ -172,32 +210,32 @@ def _trained(audited: Audited) -> dict[str, bytes]:
 
 def in_bf16(audited: Audited) -> bytes:
     """Return the author's honest update as a GPU makes it: the forward passes are in bf16."""
-    backend = _backend(audited, at_start=True)
+    backend = _backend(audited)
     backend.inner.in_bf16 = True
     honest, rebase = claimed(audited.made[AUTHOR], AUTHOR), Rebase(audited.first, audited.states[1], audited.accepted)
     spec = audited.world.spec
     return replay(spec, backend, audited.reader(), RoundFiles.of(spec), honest, 0, rebase).blob
 
 
-def _backend(audited: Audited, *, at_start: bool) -> SingleProcessBackend:
+def _backend(audited: Audited, rounds: Sequence[RoundUpdates] = ()) -> SingleProcessBackend:
     backend = SingleProcessBackend(audited.world.spec, CPU, lambda: None, base=audited.world.start(AUTHOR).base)
     backend.outer.replayable = True
     backend.load_state(audited.world.genesis)
-    if not at_start:
-        backend.outer.advance(RoundFiles.of(audited.world.spec).contributions(audited.first))
+    for record in rounds:
+        backend.outer.advance(RoundFiles.of(audited.world.spec).contributions(record))
     return backend
 
 
 def _retrained(audited: Audited, update: ClaimedUpdate, rebase: Rebase | None, *, at_start: bool) -> bytes:
     spec, files = audited.world.spec, RoundFiles.of(audited.world.spec)
-    backend = _backend(audited, at_start=at_start)
+    backend = _backend(audited, () if at_start else (audited.first,))
     return replay(spec, backend, audited.reader(), files, update, 0 if at_start else audited.accepted, rebase).blob
 
 
 def _stale(audited: Audited, update: ClaimedUpdate) -> bytes:
     """Return an update that was trained on the genesis alone, less the author's first update: never rebased."""
     spec, files = audited.world.spec, RoundFiles.of(audited.world.spec)
-    backend = _backend(audited, at_start=True)
+    backend = _backend(audited)
     (before,) = (c.blob for c in files.contributions(audited.first) if c.author == update.author)
     local = backend.outer
     base = {n: t.clone() for n, t in (local.base or {}).items()}

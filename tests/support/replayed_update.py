@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import fsum, inf, sqrt
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from peer.training.schedule import factor
 from protocol.assignment import windows_of
 from protocol.codec import make_codec
 from protocol.ids import Digest, PeerKey
+from protocol.layout import REFERENCE_NORMS
 from protocol.model import build_model, parameters_of
 from protocol.outer import Contribution, apply
 from protocol.state import state_layout, tensors_from_checkpoint
@@ -96,10 +98,15 @@ class Replay:
             )
         return state, sum(u.windows for record in self.rounds[:rounds] for u in record.updates)
 
-    def less(self, state: Mapping[str, Tensor], blob: Path) -> dict[str, Tensor]:
-        """Return a state's parameters less an update as decoded."""
+    def less(self, state: Mapping[str, Tensor], blob: Path, *, clips: bool = True) -> dict[str, Tensor]:
+        """Return a state's parameters less an update as decoded, with norms of at most twice the references."""
         decoded = {t.name: torch.zeros(t.shape) for t in self.spec.model.layout.tensors}
         self.codec.add_to(blob.read_bytes(), decoded)
+        references = state[REFERENCE_NORMS].tolist() if clips else [inf] * len(decoded)
+        for values, reference in zip(decoded.values(), references, strict=True):
+            norm = sqrt(fsum(values.flatten().double().square().tolist()))
+            if norm > 2 * reference:
+                values *= torch.tensor(2 * reference / norm, dtype=torch.float64).float()
         return {n: state[n] - d for n, d in decoded.items()}
 
     def train(self, inner: InnerOptimizer, key: PeerKey, first: int, end: int, accepted: int) -> None:

@@ -157,6 +157,19 @@ def test_an_update_that_was_trained_on_one_state_is_replayed_without_a_rebase(au
     assert found["signs"].value == 1.0
 
 
+@pytest.mark.parametrize("records", [0, 1])
+def test_an_authors_own_update_before_cannot_make_a_replay_that_trains_nothing(audited, tmp_path, records):
+    """Its matrices have huge scales, which the run clips. The next one claims to be trained beside it, and was not."""
+    job = audit_world.after_huge_update(audited, tmp_path, records)
+    honest, fake = job.update, tmp_path / "fake.blob"
+    assert passed(scores(job))
+    moved = replace(honest, first_window=500, rebase_window=500 + honest.windows, end_window=500 + honest.windows)
+    fake.write_bytes(audit_world.replayed(audited, job, moved))
+    found = scores(replace(job, update=replace(honest, blob=fake)))
+    print({name: round(score.value, 3) for name, score in found.items()})
+    assert not passed(found) and found["signs"].value < 0.9
+
+
 @pytest.mark.parametrize("fake", sorted(FOUND_BY_REPLAY))
 def test_a_replay_finds_each_fake(audited, files, fake):
     assert files.keys() == FOUND_BY_REPLAY
@@ -228,7 +241,7 @@ class Gaining:
         self.gain, self.measured = 0.0, list[int]()
         self.outer = self.inner = self
 
-    def begin_again(self, blob: bytes | None) -> None:
+    def begin_again(self, blob: bytes | None, *, clips: bool = True) -> None:
         self.noise_now, self.gain = (0.0, 0.0) if blob is None else (1.0, float(blob))
 
     def read(self, windows: list[int]) -> torch.Tensor:

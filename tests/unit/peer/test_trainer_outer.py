@@ -13,7 +13,7 @@ from peer.training.outer_state import OuterState
 from protocol.codec import make_codec
 from protocol.errors import CodecError
 from protocol.ids import PeerKey, sha256
-from protocol.layout import Layout
+from protocol.layout import REFERENCE_NORMS, Layout
 from protocol.outer import Contribution
 from protocol.spec import CodecSpec, OuterSpec
 from protocol.state import state_digest, state_layout
@@ -314,6 +314,8 @@ def test_where_tensors_lie_changes_no_bit_of_a_replayable_update(tmp_path):
     (blob,) = {peer.announce() for peer in peers}
     for own in (blob, None):
         for peer in peers:
+            assert peer.base is not None
+            peer.base[REFERENCE_NORMS].fill_(0.1)  # so that some tensors are clipped, and others are not
             peer.begin_again(own)
         for away in others:
             for n, t in beside.local.items():

@@ -182,6 +182,20 @@ def test_training_begins_again_from_the_state_less_the_update(swarm):
     assert replace(again, blob_path=made.blob_path) == made and trainer.windows.counter == 3 * BATCH
 
 
+@pytest.mark.parametrize("steps", [4, 40])
+def test_an_update_before_counts_as_decoded_unless_no_round_could_let_it_through(tmp_path, steps):
+    """After a round of 4 and 5 steps an update of 4 steps is not changed by a bit. One of 40 is longer than apply lets
+    any update be."""
+    swarm = Swarm(World.make(tmp_path, replayable=True))
+    swarm.join(1, 2)
+    swarm.round(3, meanwhile=steps)
+    made, replay = swarm.announce(1), Replay(swarm.world, swarm.rounds)
+    state, local = replay.state(1)[0], swarm.peers[1].backend.outer.local
+    clipped, whole = replay.less(state, made.blob_path), replay.less(state, made.blob_path, clips=False)
+    same(local, clipped, atol=0)
+    assert all(torch.equal(local[n], whole[n]) is (steps == 4) for n in local)
+
+
 @pytest.mark.parametrize("announced", [False, True])
 def test_a_round_without_an_own_update_costs_what_was_trained(swarm, announced):
     trainer = swarm.peers[1]

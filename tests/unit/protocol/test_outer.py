@@ -16,7 +16,17 @@ from hypothesis import strategies as st
 from protocol.codec import Codec, make_codec
 from protocol.errors import CodecError, MalformedError
 from protocol.layout import MOMENTUM, REFERENCE_NORMS, Layout
-from protocol.outer import MIN_LIMIT, Contribution, apply, clip_factors, clip_limit, mean_weights, round_to_fp32
+from protocol.outer import (
+    MIN_LIMIT,
+    Contribution,
+    apply,
+    clip_factors,
+    clip_limit,
+    foreseen_factors,
+    greatest_limit,
+    mean_weights,
+    round_to_fp32,
+)
 from protocol.spec import CodecSpec, OuterSpec
 from protocol.state import state_digest, state_layout
 from tests.support.codec_cases import SPECS, dense, every_codec, noise, same_bits
@@ -231,6 +241,22 @@ def test_a_limit_is_a_lower_median_by_number_or_by_weight_or_between_them(update
     assert clip_limit(norms, weights) == (max(low, MIN_LIMIT) if low else 0)
     got = clip_limit(norms, weights, reference)
     assert got == max(min(max(min(max(reference, low), high), reference / 2), 2 * reference), MIN_LIMIT)
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e30), st.integers(1, 9)), min_size=1, max_size=9), st.floats(1e-9, 1e30))
+def test_no_limit_exceeds_what_its_reference_foresees(updates, reference):
+    norms, weights = zip(*updates, strict=True)
+    assert clip_limit(norms, weights, reference) <= greatest_limit(reference)
+    assert greatest_limit(0.0) == greatest_limit(math.nan) == 0
+
+
+def test_an_update_is_brought_to_what_its_reference_foresees_and_otherwise_stays():
+    codec = make_codec(CodecSpec(kind="sign"), LAYOUT)
+    blob = bytes(codec.encode(noise(LAYOUT, 1)))
+    norms = [math.sqrt(e) for e in codec.sum_squares(blob)]
+    a, b, c = (norms[0] / 2, norms[1] / 8, 0.0)
+    assert foreseen_factors(blob, codec, torch.tensor([a * 1.001, b, c])) == pytest.approx([1.0, 0.25, 0.0])
+    assert foreseen_factors(blob, codec, torch.tensor([a * 1.001, b, c]))[0] == 1.0
 
 
 def test_a_reference_never_shrinks_to_nothing():
