@@ -26,10 +26,11 @@ from torch import Tensor
 from peer.auditor.job import ClaimedUpdate, Rebase
 from peer.errors import AuditError, UncheckableUpdate
 from peer.training.data import WindowReader
+from peer.training.inner_optimizer import StepResult
 from peer.training.round_files import RoundFiles
 from peer.training.schedule import replayable_factor
 from peer.training.single_process import SingleProcessBackend
-from peer.training.step_loop import MAX_NON_FINITE
+from peer.training.step_loop import MAX_NON_FINITE, MAX_SKIPPED
 from protocol.assignment import windows_of
 from protocol.codec import Codec
 from protocol.messages import Score
@@ -51,8 +52,26 @@ class Replayed:
 
     blob: bytes
     rows: Mapping[str, Tensor]
-    is_finite: bool = True
-    """False: MAX_NON_FINITE steps in a row were not finite. A trainer ends at them, and announces nothing."""
+    is_work: bool = True
+    """False: a trainer announces no such update. Steps that were skipped are MAX_NON_FINITE in a row or too many."""
+
+
+@dataclass(slots=True)
+class _Steps:
+    """The steps of a replay: all, those that changed nothing, and how many of these came last in a row."""
+
+    made: int = 0
+    skipped: int = 0
+    in_a_row: int = 0
+
+    @property
+    def is_work(self) -> bool:
+        return self.in_a_row < MAX_NON_FINITE and self.skipped <= self.made * MAX_SKIPPED
+
+    def count(self, step: StepResult) -> None:
+        self.made += 1
+        self.skipped += step.is_skipped
+        self.in_a_row = self.in_a_row + 1 if step.is_skipped else 0
 
 
 def replay(
@@ -69,7 +88,7 @@ def replay(
     The backend's base is the state that the author's first step began with. `accepted_windows`: those of all peers up
     to it. Raises CodecError, DataError, AuditError, TrainingError and OSError.
     """
-    outer, first, streak = backend.outer, update.first_window, 0
+    outer, first, steps = backend.outer, update.first_window, _Steps()
     if rebase is None:
         backend.begin_again(None)
     else:
@@ -78,12 +97,12 @@ def replay(
         if before is None:
             raise AuditError("the update began before its state, and the record before has no update of its author")
         backend.begin_again(before)
-        streak = _train(spec, backend, reader, update, first, update.rebase_window, accepted_windows, streak)
+        _train(spec, backend, reader, update, first, update.rebase_window, accepted_windows, steps)
         outer.advance(contributions)
         outer.rebase()
         first, accepted_windows = update.rebase_window, rebase.accepted_windows
-    streak = _train(spec, backend, reader, update, first, update.end_window, accepted_windows, streak)
-    return Replayed(outer.announce(), backend.inner.rows_with_gradient(), streak < MAX_NON_FINITE)
+    _train(spec, backend, reader, update, first, update.end_window, accepted_windows, steps)
+    return Replayed(outer.announce(), backend.inner.rows_with_gradient(), steps.is_work)
 
 
 def _train(
@@ -94,24 +113,20 @@ def _train(
     first: int,
     end: int,
     accepted_windows: int,
-    streak: int,
-) -> int:
-    """Make the steps over the author's windows [first, end); end after MAX_NON_FINITE in a row that are not finite.
-
-    Return the number of such steps that are its last ones. `streak`: those just before.
-    """
+    steps: _Steps,
+) -> None:
+    """Make the steps over the author's windows [first, end), and count them. End after MAX_NON_FINITE skipped ones."""
     inner, batch = backend.inner, spec.inner.batch
     tokens = accepted_windows * spec.data.window_tokens
     inner.set_rate(replayable_factor(spec.inner.schedule, tokens, spec.round.target_tokens))
     for counter in range(first, end, batch):
-        if streak >= MAX_NON_FINITE:
+        if steps.in_a_row >= MAX_NON_FINITE:
             break
         windows = reader.read(windows_of(spec.seed, update.author, counter, batch, reader.total))
         step = inner.forward_backward(windows)
         if step is not None:
             inner.optimizer_step(step)
-            streak = 0 if step.is_finite else streak + 1
-    return streak
+            steps.count(step)
 
 
 _Likeness = Callable[[Codec, bytes, Replayed], float]
@@ -120,11 +135,11 @@ _Likeness = Callable[[Codec, bytes, Replayed], float]
 def compare(codec: Codec, announced: bytes, replays: Sequence[Replayed]) -> tuple[Score, ...]:
     """Return the scores of an announced update beside its replay, by ascending name. Raises CodecError.
 
-    `replays`: one, or one of each precision. A replay that is not finite has nothing to compare with: the scores are
+    `replays`: one, or one of each precision. A replay that is no work has nothing to compare with: the scores are
     0 if none is. Raises UncheckableUpdate when two are so far apart that they do not tell an honest update from others.
     """
     codec.check(announced)
-    replays = [r for r in replays if r.is_finite]
+    replays = [r for r in replays if r.is_work]
     if not replays:
         return Score("scale", 0.0, SCALE), Score("signs", 0.0, SIGNS)
     scale, signs = (max(like(codec, announced, replayed) for replayed in replays) for like in (_scale, _signs))

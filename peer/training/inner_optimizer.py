@@ -47,11 +47,17 @@ A step of 16 windows of 128 tokens (0.9M parameters, one core) took 243 ms in on
 class StepResult:
     """The result of a step: mean loss of its tokens (nats), and whether it and the gradient are finite.
 
-    A step whose loss or gradient is not finite changes no parameter.
+    `has_gradient`: False when tokens were trained and the gradient is 0, as of a model that no data can move.
     """
 
     loss: float
     is_finite: bool
+    has_gradient: bool = True
+
+    @property
+    def is_skipped(self) -> bool:
+        """True when the step changes no parameter, not even by weight decay."""
+        return not (self.is_finite and self.has_gradient)
 
 
 class InnerOptimizer:
@@ -181,7 +187,8 @@ class InnerOptimizer:
         return True
 
     def _forward_backward(self, windows: Tensor, go_on: Callable[[], bool]) -> StepResult | None:
-        each = 1 / max(1, trained_tokens(windows, self.conversations))
+        trained = trained_tokens(windows, self.conversations)
+        each = 1 / max(1, trained)
         windows = windows.to(self.device, non_blocking=True)
         total = torch.zeros((), device=self.device)
         self._zero_gradients()
@@ -193,7 +200,8 @@ class InnerOptimizer:
             self._yield_hook()
         norm = nn.utils.clip_grad_norm_(self.parameters.values(), self.spec.clip_norm)
         loss_value, norm_value = torch.stack([total, norm.to(total)]).tolist()  # the step's one wait for the device
-        return StepResult(loss_value, math.isfinite(loss_value) and math.isfinite(norm_value))
+        finite = math.isfinite(loss_value) and math.isfinite(norm_value)
+        return StepResult(loss_value, finite, has_gradient=norm_value != 0 or not trained)
 
     def add_gradient(self, windows: Tensor, each: float) -> Tensor:
         """Add the gradient of `each` times the sum of the windows' losses; return that."""
@@ -235,8 +243,8 @@ class InnerOptimizer:
         return (losses.sum(1) / (inputs.targets != IGNORED).sum(1).clamp(min=1)).cpu()
 
     def optimizer_step(self, step: StepResult) -> None:
-        """Step the optimizers by the gradient that `forward_backward` left, if the step is finite."""
-        if step.is_finite:
+        """Step the optimizers by the gradient that `forward_backward` left, unless the step is skipped."""
+        if not step.is_skipped:
             if self.muon is not None:
                 self.muon.dtype = torch.bfloat16 if self.in_bf16 else torch.float32
             for optimizer in self._optimizers:

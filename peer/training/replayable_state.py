@@ -23,6 +23,7 @@ from pathlib import Path
 from peer.channel import Applied, Load, MakeUpdate, NothingDone, UpdateMade
 from peer.training.base_state import BaseMove, BaseState
 from peer.training.saved_state import SavedState, TrainerManifest
+from peer.training.step_loop import MAX_SKIPPED
 from peer.training.windows import UndecidedUpdate, WindowAccounting
 from protocol.errors import CodecError
 from protocol.ids import Digest
@@ -54,9 +55,17 @@ class ReplayableState(BaseState):
         self.is_begin_due = True
 
     def _claim(self, windows: WindowAccounting, most: int) -> tuple[int, int, int] | None:
-        """Return what an update claims. If that were not all that was trained, training starts over instead."""
+        """Return what an update claims. Training starts over instead if that were not all, or too much was skipped."""
         claim = windows.claim(most)
-        if claim is not None and claim[1] < windows.counter:
+        if claim is None:
+            return None
+        _, end, steps = claim
+        if is_idle := windows.skipped > steps * MAX_SKIPPED / 2:
+            text = (
+                f"{windows.skipped} of {steps} steps changed nothing: their update would fail an audit, and is not made"
+            )
+            self._report("warning", "non-finite", text)
+        if is_idle or end < windows.counter:
             self.is_begin_due = True
         return None if self.is_begin_due else claim
 

@@ -28,7 +28,11 @@ from peer.training.time_breakdown import Activity, TimeBreakdown
 from protocol.spec import RunSpec
 
 MAX_NON_FINITE = 10
-"""Consecutive steps without a finite loss and gradient after which training stops."""
+"""Consecutive steps without a finite loss and gradient, or with a gradient of 0, after which training stops."""
+
+MAX_SKIPPED = 1 / 4
+"""Share of an update's steps that may be such, when it is replayed. A replayable update is announced with half of it:
+on another device a few more may be such."""
 
 
 class StepLoop(ThreadOwned):
@@ -90,7 +94,7 @@ class StepLoop(ThreadOwned):
 
         `between` is called within the step, between pieces, and may call any other method. If it loses the state, moves
         the counter or calls `drop`, the step is dropped and the result is None. Raises TrainingError after
-        MAX_NON_FINITE consecutive steps that are not finite, and when memory does not suffice.
+        MAX_NON_FINITE consecutive steps that are skipped, and when memory does not suffice.
         """
         self.assert_owner()
         first, dropped = self._exchange.windows.counter, self._dropped
@@ -108,25 +112,25 @@ class StepLoop(ThreadOwned):
         with self._exchange_counted():
             with memory_for(self._backend.device, "hold the optimizer's moments"):
                 self._inner.optimizer_step(step)
-            self._exchange.windows = self._exchange.windows.trained(len(windows))
+            self._exchange.windows = self._exchange.windows.trained(len(windows), skipped=step.is_skipped)
             self.trained_windows += len(windows)
             if step.is_finite:
                 self.throughput.step(time.monotonic(), len(windows) * self._spec.data.window_tokens, step.loss)
                 self._exchange.loss = self._exchange.loss.add(step.loss)
-        self._count_non_finite(step)
+        self._count_skipped(step)
         return step
 
-    def _count_non_finite(self, step: StepResult) -> None:
-        self._non_finite = 0 if step.is_finite else self._non_finite + 1
+    def _count_skipped(self, step: StepResult) -> None:
+        self._non_finite = self._non_finite + 1 if step.is_skipped else 0
         if self._non_finite >= MAX_NON_FINITE:
             raise TrainingError(
-                f"{self._non_finite} steps in a row gave a loss or gradient that is not finite. If other peers train "
-                "well, this GPU is at fault (memory, overclocking): test it or use another. If not, the run has "
-                "diverged, and its owner has to begin a new one from a good state with a lower inner.lr (`cairn export "
-                ".../checkpoints/round-N good`, then `cairn run init --from good --out second.toml`)"
+                f"{self._non_finite} steps in a row gave a loss or gradient that is not finite, or no gradient. If "
+                "other peers train well, this GPU is at fault (memory, overclocking): test it or use another. If not, "
+                "the run has diverged, and its owner has to begin a new one from a good state with a lower inner.lr "
+                "(`cairn export .../checkpoints/round-N good`, then `cairn run init --from good --out second.toml`)"
             )
         if self._non_finite == 1:
-            self._report("warning", "non-finite", "a step's loss or gradient was not finite: it is skipped")
+            self._report("warning", "non-finite", "a step's loss or gradient was not finite, or 0: it is skipped")
 
     @contextlib.contextmanager
     def _exchange_counted(self) -> Iterator[None]:

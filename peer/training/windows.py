@@ -48,7 +48,8 @@ class UndecidedUpdate:
 class WindowAccounting:
     """The count at one time; each change makes another one. `steps`: inner steps since `claimed_from`.
 
-    `rebase_window`: in a replayable run, the first window of the next update that was trained on the held state.
+    In a replayable run, `rebase_window` is the first window of the next update that was trained on the held state, and
+    `skipped` the steps of that update that changed nothing.
     """
 
     counter: Count = 0
@@ -56,6 +57,7 @@ class WindowAccounting:
     steps: Count = 0
     announced: UndecidedUpdate | None = None
     rebase_window: Count = 0
+    skipped: Count = 0
     __pydantic_config__ = STRICT
 
     @property
@@ -75,9 +77,9 @@ class WindowAccounting:
         """
         return max(0, self._covered_to + most - self.counter)
 
-    def trained(self, windows: int) -> WindowAccounting:
-        """Return the count after one inner step on the next `windows` windows."""
-        return replace(self, counter=self.counter + windows, steps=self.steps + 1)
+    def trained(self, windows: int, *, skipped: bool = False) -> WindowAccounting:
+        """Return the count after one inner step on the next `windows` windows. `skipped`: it changed nothing."""
+        return replace(self, counter=self.counter + windows, steps=self.steps + 1, skipped=self.skipped + skipped)
 
     def claim(self, most: int) -> tuple[int, int, int] | None:
         """Return (first, end, inner steps) of an update made now, or None when there is nothing to claim."""
@@ -117,7 +119,7 @@ class WindowAccounting:
         mine = self.announced
         if mine is None:
             raise ValueError("no update is announced after which training could begin again")
-        return replace(self, counter=mine.end, steps=mine.steps, rebase_window=mine.end)
+        return replace(self, counter=mine.end, steps=mine.steps, rebase_window=mine.end, skipped=0)
 
     def rebased(self) -> WindowAccounting:
         """Return the count after the announced update was accepted, and the progress since was moved to the new state.
@@ -127,7 +129,9 @@ class WindowAccounting:
         mine = self.announced
         if mine is None:
             raise ValueError("no update is announced that could be accepted")
-        return WindowAccounting(self.counter, mine.end, max(0, self.steps - mine.steps), None, self.counter)
+        return WindowAccounting(
+            self.counter, mine.end, max(0, self.steps - mine.steps), None, self.counter, self.skipped
+        )
 
     def started_over(self, next_window: int) -> WindowAccounting:
         """Return the count when all progress was given up, and the chain has accepted the windows below `next_window`.

@@ -61,6 +61,8 @@ class RankOptimizer(InnerOptimizer):
         """Bytes in use, at the end of the last step, on the rank that uses most of its device."""
         self._windows = torch.empty(0)
         self._tokens: list[Tensor] = []
+        self._trained = 0
+        """The trained tokens of the present step."""
         self._each = 1.0
         """The weight of a trained token in the step's loss."""
         self._loss = torch.zeros((), device=self.device)
@@ -70,7 +72,8 @@ class RankOptimizer(InnerOptimizer):
     def begin(self, windows: Tensor) -> int:
         """Begin a step on tokens [batch, window + 1], the same on all ranks. Return its number of pieces."""
         dims = self.built.dims
-        self._each = 1 / max(1, trained_tokens(windows, self.conversations))
+        self._trained = trained_tokens(windows, self.conversations)
+        self._each = 1 / max(1, self._trained)
         # Without pinned memory the copy would wait for the last step's kernels.
         self._windows = (self._pinned(windows) if self._pinned else windows).to(self.device, non_blocking=True)
         mine = self._windows.tensor_split(dims.shares)[dims.share(dist.get_rank())]
@@ -145,7 +148,8 @@ class RankOptimizer(InnerOptimizer):
             for part in self.shards.values():
                 if part.grad is not None:
                     part.grad.mul_(factor)
-        return StepResult(loss, math.isfinite(loss) and math.isfinite(norm))
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        return StepResult(loss, finite, has_gradient=norm != 0 or not self._trained)
 
     def drop(self) -> None:
         """Drop the step's gradients."""

@@ -99,6 +99,23 @@ def test_steps_that_are_not_finite_are_no_work(audited, tmp_path, monkeypatch):
     assert not passed(scores(audited.job(blob=file)))
 
 
+@pytest.mark.parametrize(("every", "passes"), [(4, True), (3, False)])
+def test_steps_without_a_gradient_are_no_work_also_when_they_are_not_in_a_row(
+    audited, tmp_path, monkeypatch, every, passes
+):
+    step, made = InnerOptimizer.forward_backward, list[Any]()
+
+    def sometimes(self: InnerOptimizer, *args: Any) -> Any:
+        made.append(step(self, *args))
+        return replace(made[-1], has_gradient=len(made) % every != 0)
+
+    monkeypatch.setattr(InnerOptimizer, "forward_backward", sometimes)
+    job, file = audited.job(), tmp_path / "replayed.blob"
+    file.write_bytes(audit_world.replayed(audited, job, job.update))
+    made.clear()
+    assert passed(scores(audited.job(blob=file))) is passes
+
+
 @pytest.mark.parametrize(
     ("reversed_blocks", "large", "failing"),
     [(1, 1, {"scale", "signs"}), (2, 2, {"scale", "signs"}), (0, 1, {"scale"}), (2, 0, set())],

@@ -196,6 +196,28 @@ def test_an_update_before_counts_as_decoded_unless_no_round_could_let_it_through
     assert all(torch.equal(local[n], whole[n]) is (steps == 4) for n in local)
 
 
+@pytest.mark.parametrize(("skipped", "announces"), [(1, True), (2, False)])
+def test_an_update_with_too_many_steps_that_changed_nothing_is_not_announced(swarm, monkeypatch, skipped, announces):
+    trainer = swarm.peers[1]
+    step, made = trainer.backend.inner.forward_backward, []
+
+    def sometimes(*arguments):
+        made.append(step(*arguments))
+        return replace(made[-1], has_gradient=len(made) > skipped)
+
+    monkeypatch.setattr(trainer.backend.inner, "forward_backward", sometimes)
+    train(trainer, 8)
+    assert trainer.windows.skipped == skipped
+    ask = MakeUpdate(0, trainer.base.record, swarm.world.folder / "u")  # type: ignore[arg-type]
+    answer = make_update(trainer, ask)
+    if not announces:
+        assert answer == NothingDone(ask.parent) and trainer.windows.counter == trainer.windows.skipped == 0
+        train(trainer, 2)
+        assert swarm.is_replayed(1, swarm.announce(1))
+    else:
+        assert isinstance(answer, UpdateMade) and trainer.windows.skipped == 0
+
+
 @pytest.mark.parametrize("announced", [False, True])
 def test_a_round_without_an_own_update_costs_what_was_trained(swarm, announced):
     trainer = swarm.peers[1]

@@ -334,6 +334,21 @@ def test_steps_that_are_not_finite_are_skipped_and_too_many_are_an_error_with_a_
     assert heard.kinds() == ["non-finite"] * 2
 
 
+def test_a_step_of_a_model_that_no_data_can_move_is_skipped_and_too_many_are_an_error(world):
+    trainer, heard = born(world)
+    trainer.load(world.load())
+    for tensor in trainer.backend.outer.local.values():
+        tensor.fill_(float(tensor.ndim == 1))  # rows of zeros, and norms of ones
+    dead = copied(trainer.backend.outer.local)
+    for _ in range(MAX_NON_FINITE - 1):
+        step = trainer.steps.step(trainer.steps.batches.take(trainer.windows.counter))
+        assert step is not None and step.is_finite and not step.has_gradient
+    with pytest.raises(TrainingError, match="no gradient"):
+        trainer.steps.step(trainer.steps.batches.take(trainer.windows.counter))
+    same(trainer.backend.outer.local, dead, atol=0)
+    assert heard.kinds() == ["non-finite"]
+
+
 def test_a_model_that_this_machine_builds_differently_is_refused(world):
     start = world.start(1)
     changed = world.spec.model_dump(mode="json")

@@ -147,6 +147,12 @@ def test_to_start_over_leaves_nothing_to_claim_and_skips_what_was_announced(next
     assert windows.trained(4).started_over(0) == windows
 
 
+def test_the_skipped_steps_are_those_of_the_next_update_alone():
+    windows = announced_whole(WindowAccounting().trained(4, skipped=True)).trained(4, skipped=True).trained(4)
+    assert windows.skipped == windows.rebased().skipped == 1
+    assert windows.begun_again().skipped == windows.started_over(0).skipped == 0
+
+
 def test_only_an_announced_update_can_be_rebased():
     with pytest.raises(ValueError, match="no update"):
         WindowAccounting().trained(4).rebased()
