@@ -29,8 +29,10 @@ STEPS = 8
 
 
 def announced(trainer: Trainer) -> bytes:
-    """Return an update of STEPS steps: it claims all of their windows."""
+    """Return an update of STEPS steps, which did train: it claims all of their windows."""
+    before = trainer.backend.outer.local["model.embed_tokens.weight"].clone()
     train(trainer, STEPS)
+    assert not before.equal(trainer.backend.outer.local["model.embed_tokens.weight"])
     made = update(trainer, trainer.folder.folder.parent / "update.blob")
     assert (made.first_window, made.end_window, made.inner_steps) == (0, STEPS * BATCH, STEPS)
     return made.blob_path.read_bytes()
@@ -43,10 +45,8 @@ def test_a_lie_is_an_update_that_the_codec_accepts_and_a_replay_does_not_find_ag
         folder = tmp_path / str(deceives)
         folder.mkdir()
         trainer = loaded(World.make(folder, replayable=True, optimizer="muon", lr=1e-2))
-        before = trainer.backend.outer.local["model.embed_tokens.weight"].clone()
         blobs.append(announced(deceive(trainer, lie) if deceives else trainer))
         trainer.base.codec.check(blobs[-1])
-        assert not before.equal(trainer.backend.outer.local["model.embed_tokens.weight"])
         codec = trainer.base.codec
     scores = {s.name: s.value for s in compare(codec, blobs[1], [Replayed(blobs[0], {})])}
     assert least < scores["signs"] < most
