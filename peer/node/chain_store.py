@@ -29,6 +29,9 @@ REPLY_BYTES = 2 * 1024 * 1024
 SIDE = 1024
 """Certificates of other branches that are flushed to disk if their branch wins."""
 
+OWN_REMEMBERED = 1024
+"""Messages of each kind that are remembered while the store is read: admissions come again in each record."""
+
 SWEEP_EVERY = 256
 """Certificates stored between two searches for those that nobody needs."""
 
@@ -55,9 +58,11 @@ class ChainStore:
         self._restore(FINALIZATION, Finalization, chain.add_finalization)  # no ban cuts records up to it
         self._restore(DIRECTIVE, Directive, chain.add_directive)  # before the records: it excludes rolled back rounds
         loaded, left_out, why, rolled_back = 0, 0, "", 0
+        # The files have checksums, and `store` writes only what was verified: that is not paid for at each start.
+        decoder = MessageDecoder(self._spec.run_id, self._spec.owner_key, remember=OWN_REMEMBERED, verifies=False)
         for data in self._store.certificates():
             try:
-                loaded += chain.add(self._decoder.decode_certificate(data))
+                loaded += chain.add(decoder.decode_certificate(data))
             except FinalizedConflict:
                 rolled_back += 1
             except UnknownParent as e:
@@ -84,7 +89,7 @@ class ChainStore:
                 log.warning("the stored %s is left out: %s", name, e)
 
     def store(self, certificate: Certificate) -> None:
-        """Write a certificate; one on the head's path is on disk on return. Raises StoreError.
+        """Write a verified certificate; one on the head's path is on disk on return. Raises StoreError.
 
         Any admitted peer can certify any number of records all by itself. So those of other branches must cost little:
         a power cut may lose them. From time to time those that the tree has dropped are removed from the disk.

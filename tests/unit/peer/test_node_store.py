@@ -20,7 +20,7 @@ from peer.store import Store, StoreError
 from protocol.chain import ChainLimits
 from protocol.errors import FinalizedConflict, MalformedError
 from protocol.identity import Identity
-from protocol.ids import Digest, Round
+from protocol.ids import Digest, Round, RunId
 from protocol.message_codec import KeySigner, MessageDecoder, encode_certificate
 from protocol.messages import Certificate, Finalization, Signed, UpdateHeader
 from protocol.rounds.update_fate import UpdateFate
@@ -169,6 +169,42 @@ def test_a_damaged_certificate_costs_what_is_built_on_it_and_one_line(store, cap
     chain = log_over(store).chain
     assert chain.height(chain.head) == 2
     assert caplog.text.count("left out") == 1 and "3 stored certificates" in caplog.text
+
+
+def test_a_start_does_not_verify_again_what_was_verified_before_it_was_written(store, monkeypatch):
+    made = maker(5)
+    log = log_over(store)
+    for c in made.certificates:
+        log.chain.add(c)
+        log.store(c)
+    verified: list[object] = []
+    for name in ("protocol.envelope.verify", "protocol.vrf.verify"):
+        monkeypatch.setattr(name, lambda *given: verified.append(given))
+    chain = log_over(store).chain
+    assert chain.head == made.head and not verified
+    assert chain.seed(made.head) == log.chain.seed(made.head)
+    MessageDecoder(SPEC.run_id, OWNER.key).decode_certificate(encode_certificate(made.certificates[0]))
+    assert len(verified) == 1 + 1 + 2 * 2 + 2, "from others: record, proof, headers, admissions, votes"
+    file = sorted((store.folder / "chain").iterdir())[3]
+    content = bytearray(file.read_bytes())
+    content[-9] ^= 1  # in a vote's signature, which nobody looks at now
+    file.write_bytes(content)
+    chain = log_over(store).chain
+    assert chain.height(chain.head) == 3 and not file.exists()
+
+
+def test_without_signatures_all_else_of_own_files_is_still_checked():
+    first = maker(1).certificates[0]
+    own = MessageDecoder(SPEC.run_id, OWNER.key, verifies=False)
+    assert own.decode_certificate(encode_certificate(first)) == first
+    few = replace(first, votes=first.votes[:1])
+    with pytest.raises(MalformedError, match="two thirds"):
+        own.decode_certificate(encode_certificate(few))
+    with pytest.raises(MalformedError):
+        own.decode_certificate(encode_certificate(first)[:-1])
+    other = MessageDecoder(RunId(bytes(32)), OWNER.key, verifies=False)
+    with pytest.raises(MalformedError, match="another run"):
+        other.decode_certificate(encode_certificate(first))
 
 
 def test_certificates_of_branches_that_lost_leave_the_disk(store, monkeypatch):
