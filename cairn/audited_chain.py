@@ -1,4 +1,4 @@
-"""The chain as an auditor reads it: from members of the swarm, and older certificates from the coordinator.
+"""The chain as an auditor reads it: from members of the swarm, and what none of them has from the coordinator.
 
 No source is trusted. Each certificate is verified: it has the votes of more than two thirds of the contributors, the
 owner's admission of each, and a parent that was read before. Certificates are read as the audit needs them, so that
@@ -153,7 +153,7 @@ class AuditedChain:
         try:
             return await self._asker.ask(member, locator[1:] or locator)
         except PeerRefused as e:
-            log.info("%s", e)  # the member keeps nothing this old, but may have newer certificates
+            log.info("%s", e)  # the member has lost these certificates, but may have newer ones
         except PeerUnreachable as e:
             log.info("%s", e)
             self._silent.add(member)

@@ -78,6 +78,8 @@ class ObserverView:
         return self._node.chain.finalization
 
     async def certificates_after(self, record: Digest, limit: int) -> Sequence[Certificate] | None:
+        if self._node.chain.is_below_root(record):
+            return await self._node.older_certificates_after(record, limit)
         return self._node.chain.main_chain_after(record, limit)
 
     def certificate(self, record: Digest) -> Certificate | None:

@@ -58,6 +58,7 @@ from protocol.messages import (
     UpdateHeader,
     quorum,
 )
+from protocol.path_below import PathBelow
 from protocol.rebase_rule import rebase_refusal
 from protocol.record_node import RecordNode, note_message
 from protocol.reduce_plan import GATHER, ReducePlan
@@ -141,6 +142,8 @@ class Chain:
         self._head = self._root
         self._main_chain: dict[int, RecordNode] = {0: self._root}
         """The path from the root to the head, by height."""
+        self._below = PathBelow()
+        """The path from the genesis to the root, without the root."""
         self._bytes = 0
         self._quarantined: set[Digest] = set()
         self._stakes: BoundedDict[Digest, Mapping[PeerKey, int]] = BoundedDict(
@@ -393,7 +396,7 @@ class Chain:
         """Return the head's certificates that a `locator` does not have, oldest first, and whether there are more.
 
         At most `count` of them, and `size` bytes when there is more than one. Raises UnknownParent when the newest of
-        these records is older than this tree: older certificates are on disk.
+        these records is older than this tree: see `older_records_after`.
         """
         newest = next((self._nodes[digest] for digest in have if digest in self._nodes), None)
         if newest is None and self._root.digest != self.genesis:
@@ -409,6 +412,29 @@ class Chain:
             found.append(node.certificate)
             height += 1
         return tuple(found), height in self._main_chain
+
+    def is_below_root(self, record: Digest) -> bool:
+        """Return whether a record is on the path that the tree has dropped at its root."""
+        return self._below.height(record) is not None
+
+    def older_records_after(self, have: Iterable[Digest], *, count: int) -> tuple[tuple[Round, Digest], ...]:
+        """Return the round and name of the records up to the root that a `locator` does not have, oldest first.
+
+        At most `count` of them. Their certificates are not in memory, but on disk. There are none when the newest
+        record that both have is in this tree: then `certificates_after` has what follows it.
+        """
+        start = 0
+        for digest in have:
+            if digest in self._nodes:
+                return ()
+            if (height := self._below.height(digest)) is not None:
+                start = height
+                break
+        first, last = start + 1, min(start + count, self._root.height)
+        return tuple(
+            (Round(height - 1), self._below.at(height) if height < len(self._below) else self._root.digest)
+            for height in range(first, last + 1)
+        )
 
     # -- the owner's signatures ------------------------------------------------------------------------------
 
@@ -946,6 +972,7 @@ class Chain:
             if child is not new:
                 self._drop(child)
         self._bytes -= new.size
+        self._below.append(self._root.digest)
         new.become_root()
         del self._nodes[self._root.digest]
         del self._main_chain[self._root.height]

@@ -91,6 +91,12 @@ def claimed_author(encoded: bytes, *, limit: int = MAX_ENVELOPE) -> PeerKey:
     return PeerKey(_parsed(encoded, "signed", limit).key)
 
 
+def claimed_digest(encoded: bytes) -> Digest:
+    """Return the digest of what an envelope claims, unverified: only to find it. Raises MalformedError."""
+    message = _parsed(encoded, "signed", MAX_ENVELOPE)
+    return content_digest(message.kind, PeerKey(message.key), message.payload)
+
+
 def _parsed(encoded: bytes, kind: str, limit: int) -> wire.Envelope:
     if len(encoded) > limit:
         raise MalformedError(f"a {kind} message of {len(encoded)} bytes: at most {limit} are accepted")

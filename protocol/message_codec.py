@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 from protocol import vrf
 from protocol.checks import ascending, bounded, check_canonical, finite, parsed, rate, text
 from protocol.directive_codec import MAX_DIRECTIVE_ENVELOPE, MAX_EPOCH, decode_directive, encode_directive
-from protocol.envelope import MAX_ENVELOPE, claimed_author, claimed_kind, open_envelope, seal
+from protocol.envelope import MAX_ENVELOPE, claimed_author, claimed_digest, claimed_kind, open_envelope, seal
 from protocol.errors import AdmissionError, MalformedError
 from protocol.identity import Identity
 from protocol.ids import MAX_ROUND, Digest, PeerKey, Round, RunId, sha256
@@ -55,6 +55,7 @@ from protocol.messages import (
     UpdateHeader,
     Vote,
     WorkReport,
+    applied_digest,
     quorum,
     shards_digest,
 )
@@ -467,6 +468,13 @@ class MessageDecoder:
         _check_voters(record.body, [claimed_author(v, limit=MAX_VOTE_ENVELOPE) for v in m.votes])
         votes = tuple(self.decode(v, Vote) for v in m.votes)
         return check_certificate(Certificate(record, votes, tuple(Digest(s) for s in m.shards)))
+
+
+def claimed_certificate(encoded: bytes) -> Digest:
+    """Return the digest that a certificate's bytes have, unverified: only to find it. Raises MalformedError."""
+    m = parsed(wire.Certificate(), encoded)
+    shards = shards_digest(tuple(Digest(s) for s in m.shards))
+    return applied_digest(claimed_digest(m.record), shards)
 
 
 def check_certificate(certificate: Certificate) -> Certificate:

@@ -404,8 +404,12 @@ class Certificate:
         Of a round that was gathered, the record's digest. Of one that was reduced, SHA-256 over that and the
         `shards_digest`: one record that was certified with two sets of shards is two branches.
         """
-        shards = shards_digest(self.shards)
-        return self.record.digest if shards is None else Digest(sha256(b"cairn/v1/applied", self.record.digest, shards))
+        return applied_digest(self.record.digest, shards_digest(self.shards))
+
+
+def applied_digest(record: Digest, shards: Digest | None) -> Digest:
+    """Return the `Certificate.digest` of a record with this `shards_digest`."""
+    return record if shards is None else Digest(sha256(b"cairn/v1/applied", record, shards))
 
 
 def quorum(contributors: int) -> int:

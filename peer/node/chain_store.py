@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice, takewhile
 from typing import Any
 
-from peer.store import Store
+from peer.store import Store, StoreError
 from protocol.bounded import BoundedDict
 from protocol.chain import Chain, ChainLimits, UnknownParent
 from protocol.errors import ChainError, FinalizedConflict, MalformedError, ProtocolError
 from protocol.ids import Digest, PeerKey, Round
-from protocol.message_codec import MessageDecoder, encode_certificate
+from protocol.message_codec import MessageDecoder, claimed_certificate, encode_certificate
 from protocol.messages import MAX_CERTIFICATES, Certificate, Directive, Finalization, Signed, UpdateHeader
 from protocol.spec import RunSpec
 from protocol.wire import swarm_pb2 as wire
@@ -48,6 +49,9 @@ class ChainStore:
         self._decoder = decoder
         self._spec = spec
         self._stored = 0
+        self._reading = asyncio.Lock()
+        """One answer at a time is read from the disk: anybody may ask."""
+
         self._side: BoundedDict[Digest, Round] = BoundedDict(SIDE)
         """Newest certificates beside the head's path, which a power cut may lose."""
 
@@ -58,8 +62,7 @@ class ChainStore:
         self._restore(FINALIZATION, Finalization, chain.add_finalization)  # no ban cuts records up to it
         self._restore(DIRECTIVE, Directive, chain.add_directive)  # before the records: it excludes rolled back rounds
         loaded, left_out, why, rolled_back = 0, 0, "", 0
-        # The files have checksums, and `store` writes only what was verified: that is not paid for at each start.
-        decoder = MessageDecoder(self._spec.run_id, self._spec.owner_key, remember=OWN_REMEMBERED, verifies=False)
+        decoder = self._decoder_of_own()
         for data in self._store.certificates():
             try:
                 loaded += chain.add(decoder.decode_certificate(data))
@@ -138,22 +141,74 @@ class ChainStore:
             return None
         return header
 
-    def answer(self, request: wire.ChainRequest) -> wire.ChainReply:
-        """Return the certificates that the requester is missing, as far as memory goes.
+    async def answer(self, request: wire.ChainRequest) -> wire.ChainReply:
+        """Return the certificates that the requester is missing, from memory or, if they are older, from the disk.
 
-        Raises ProtocolError for a malformed request.
+        Raises ProtocolError for a malformed request, and when the next certificate is missing here.
         """
         if bytes(request.run) != self._spec.run_id or len(request.locator) > MAX_HAVE:
             raise MalformedError("a chain request of another run, or with too long a list")
         chain = self.chain
         have = [Digest(d) for d in islice(request.locator, MAX_HAVE)]
-        try:
+        if older := chain.older_records_after(have, count=REPLY_CERTIFICATES):
+            async with self._reading:
+                found, more = await asyncio.to_thread(self._read_answer, older), True
+            if not found:
+                raise ChainError(f"the certificate of round {older[0][0]} is not here any more: others have it")
+        else:
             certificates, more = chain.certificates_after(have, count=REPLY_CERTIFICATES, size=REPLY_BYTES)
-        except UnknownParent as e:
-            raise ChainError(str(e)) from None
+            found = [encode_certificate(c) for c in certificates]
         return wire.ChainReply(
-            certificates=[encode_certificate(c) for c in certificates],
+            certificates=found,
             finalization=chain.finalization.encoded if chain.finalization is not None else b"",
             more=more,
             directive=chain.newest_directive.encoded if chain.newest_directive is not None else b"",
         )
+
+    async def certificates_after(self, record: Digest, limit: int) -> Sequence[Certificate] | None:
+        """Return the certificates after a record on the head's path, oldest first, also from the disk: at most `limit`.
+
+        There are fewer only at the head. Return None for any other record, and when one of them is missing here.
+        """
+        if not self.chain.is_below_root(record):
+            return self.chain.main_chain_after(record, limit)
+        older = self.chain.older_records_after([record], count=limit)
+        async with self._reading:
+            found = await asyncio.to_thread(self._read_decoded, older)
+        if len(found) < len(older):
+            return None
+        if len(found) == limit:
+            return found
+        rest = await self.certificates_after(older[-1][1], limit - len(found))
+        return None if rest is None else [*found, *rest]
+
+    def _read(self, records: Sequence[tuple[Round, Digest]]) -> Iterator[bytes]:
+        """Yield these certificates from the disk, up to the first that is not what it should be."""
+        for round_, digest in records:
+            try:
+                data = self._store.certificate(round_, digest)
+                if data is None or claimed_certificate(data) != digest:
+                    return
+            except (StoreError, MalformedError) as e:
+                log.info("the certificate of round %d is not given: %s", round_, e)
+                return
+            yield data
+
+    def _read_answer(self, records: Sequence[tuple[Round, Digest]]) -> list[bytes]:
+        """Return as many of these certificates as fill an answer, at least one if the first is here."""
+        found: list[bytes] = []
+        size = 0
+        for data in self._read(records):
+            size += len(data)
+            if found and size > REPLY_BYTES:
+                break
+            found.append(data)
+        return found
+
+    def _read_decoded(self, records: Sequence[tuple[Round, Digest]]) -> list[Certificate]:
+        decoder = self._decoder_of_own()
+        return [decoder.decode_certificate(data) for data in self._read(records)]
+
+    def _decoder_of_own(self) -> MessageDecoder:
+        """Return a decoder for our own files: they have checksums, and `store` writes only what was verified."""
+        return MessageDecoder(self._spec.run_id, self._spec.owner_key, remember=OWN_REMEMBERED, verifies=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +25,7 @@ from peer.node.tasks import Tasks, cancel_and_wait
 from peer.store import Store
 from protocol.chain import Chain
 from protocol.ids import Digest
+from protocol.messages import Certificate
 from protocol.rounds import events
 from protocol.rounds.consensus import MAX_LEAVE_SECONDS
 from protocol.rounds.machine import RoundMachine
@@ -177,6 +178,10 @@ class Node:
     def chain(self) -> Chain:
         """The tree of records: to be read only."""
         return self.machine.chain
+
+    async def older_certificates_after(self, record: Digest, limit: int) -> Sequence[Certificate] | None:
+        """Return what follows a record that the tree has dropped at its root (see `ChainStore.certificates_after`)."""
+        return await self.requests.certificates.certificates_after(record, limit)
 
     @property
     def store(self) -> Store:

@@ -87,13 +87,12 @@ class Store(BlobStore):
     def certificates(self) -> Iterator[bytes]:
         """Yield all certificates, by round, then digest. One that fails its checksum is removed, with a warning."""
         for path, round, _ in self._certificate_files():
-            with disk(f"reading the certificate of round {round}"):
-                content = path.read_bytes()
-                if sha256(content[32:]) != content[:32]:
-                    remove(path)
-                    log.warning("the certificate of round %d on disk was damaged and is removed: others have it", round)
-                    continue
-            yield content[32:]
+            if (data := _read_certificate(path, round)) is not None:
+                yield data
+
+    def certificate(self, round: Round, digest: Digest) -> bytes | None:
+        """Return a certificate; None if it is not here, or damaged: then it is removed. Raises StoreError."""
+        return _read_certificate(self.folder / "chain" / f"{round:013d}-{digest.hex()}", round)
 
     def drop_certificates(self, unwanted: Callable[[Round, Digest], bool]) -> int:
         """Remove the certificates whose round and record `unwanted` accepts; return their number."""
@@ -128,6 +127,19 @@ class Store(BlobStore):
         if not _VALUE_NAME.fullmatch(name):
             raise StoreError(f"{name!r} is not a name for a value: use a-z, 0-9, '.', '_', '-', at most 64")
         return self.folder / "values" / name
+
+
+def _read_certificate(path: Path, round: Round) -> bytes | None:
+    with disk(f"reading the certificate of round {round}"):
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        if sha256(content[32:]) != content[:32]:
+            remove(path)
+            log.warning("the certificate of round %d on disk was damaged and is removed: others have it", round)
+            return None
+    return content[32:]
 
 
 def _lock(folder: Path) -> int:

@@ -160,7 +160,7 @@ class ChainReader:
     async def ask(self, member: PeerKey, have: Sequence[Digest]) -> wire.ChainReply:
         """Return the certificates after the newest of `have` that the member knows: unchecked, at most 4 MiB.
 
-        Raises PeerUnreachable, and PeerRefused when it keeps nothing that old.
+        Raises PeerUnreachable, and PeerRefused when it has lost the next ones.
         """
         request = wire.ChainRequest(run=self._run, locator=[bytes(d) for d in have])
         if member not in self._dialled:

@@ -77,13 +77,15 @@ M = TypeVar("M", bound=Message)
 
 @dataclass(frozen=True, slots=True)
 class Handlers:
-    """The node's handling of what arrives. `on_packet` and `serve_refusal` may be coroutine functions or plain ones.
+    """The node's handling of what arrives.
+
+    `on_packet`, `on_chain_request` and `serve_refusal` may be coroutine functions or plain ones.
 
     The transport has proved the sender's key. Nothing in a message has been checked.
     """
 
     on_packet: Callable[[PeerKey, wire.Packet], Awaitable[None] | None]
-    on_chain_request: Callable[[PeerKey, wire.ChainRequest], wire.ChainReply]
+    on_chain_request: Callable[[PeerKey, wire.ChainRequest], Awaitable[wire.ChainReply] | wire.ChainReply]
     serve_refusal: ServeRefusal
     """Returns None if the requester may have the blob, otherwise the reason. Called for every chunk: keep it cheap."""
     on_blob_requested: Callable[[Digest, PeerKey], None] = lambda blob, requester: None
@@ -398,6 +400,9 @@ class Swarm:
     async def _take_chain_request(self, sender: PeerKey, request: wire.ChainRequest) -> wire.ChainReply:
         self._limiter.check_answers(sender)
         reply = self._handlers.on_chain_request(sender, request)
+        if inspect.isawaitable(reply):
+            reply = await reply
+            self._limiter.check_answers(sender)  # others of its answers may have been charged meanwhile
         if reply.ByteSize() > MAX_PACKET:
             raise PacketTooLarge(f"the reply has {reply.ByteSize():,} bytes: at most {MAX_PACKET:,} fit into one")
         self._limiter.charge_answer(sender, reply.ByteSize())

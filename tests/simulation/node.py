@@ -356,8 +356,12 @@ class Node:
         if not self.alive:
             w.clock.after(CHAIN_DEADLINE, asker.later, incarnation, ev.ChainUnanswered(self.key))
             return
-        certificates, more = self.machine.chain.certificates_after(have, count=8)
         chain = self.machine.chain
+        if older := chain.older_records_after(have, count=8):
+            held = {c.digest: c for c in self.certificates}
+            certificates, more = tuple(held[record] for _, record in older), True
+        else:
+            certificates, more = chain.certificates_after(have, count=8)
         event = ev.ChainReceived(certificates, chain.finalization, self.key, more, chain.newest_directive)
         w.clock.after(w.network.delay(), asker.later, incarnation, event)
 

@@ -17,8 +17,8 @@ from peer.node.options import NodeOptions
 from peer.node.snapshot import FILE, Snapshot, read_snapshot, write_snapshot
 from peer.node.trainer_files import fetch_assets, start_message
 from peer.store import Store, StoreError
-from protocol.chain import ChainLimits
-from protocol.errors import FinalizedConflict, MalformedError
+from protocol.chain import Chain, ChainLimits
+from protocol.errors import ChainError, FinalizedConflict, MalformedError
 from protocol.identity import Identity
 from protocol.ids import Digest, Round, RunId
 from protocol.message_codec import KeySigner, MessageDecoder, encode_certificate
@@ -255,23 +255,125 @@ def made_digests(store: Store) -> list[Digest]:
     return [decoder.decode_certificate(data).record.digest for data in store.certificates()]
 
 
-def test_others_get_what_they_lack_and_strange_questions_an_error(store):
+async def test_others_get_what_they_lack_and_strange_questions_an_error(store):
     made = maker(6)
     log = log_over(store)
     chain = log.chain
     for c in made.certificates:
         chain.add(c)
     have = made.certificates[1].record.digest
-    reply = log.answer(wire.ChainRequest(run=SPEC.run_id, locator=[b"z" * 32, have]))
+    reply = await log.answer(wire.ChainRequest(run=SPEC.run_id, locator=[b"z" * 32, have]))
     assert list(reply.certificates) == [encode_certificate(c) for c in made.certificates[2:]] and not reply.more
-    assert len(log.answer(wire.ChainRequest(run=SPEC.run_id)).certificates) == 6
+    assert len((await log.answer(wire.ChainRequest(run=SPEC.run_id))).certificates) == 6
     for wrong in (
         wire.ChainRequest(run=b"r" * 32),
         wire.ChainRequest(run=SPEC.run_id, locator=[b"short"]),
         wire.ChainRequest(run=SPEC.run_id, locator=[bytes(32)] * 300),
     ):
         with pytest.raises(MalformedError):
-            log.answer(wrong)
+            await log.answer(wrong)
+
+
+# -- certificates older than the tree -------------------------------------------------------------------------
+
+FEW = ChainLimits(max_update_windows=64, max_members=8, max_records=4, min_main_records=3, max_side_records=2)
+
+
+@pytest.fixture(params=["running", "restarted"])
+def old(store, request) -> tuple[ChainStore, ChainMaker]:
+    """Return a node whose tree has dropped records 0 to 7, and its chain of 12; of round 2 there was a rival, too."""
+    log, made = log_over(store, FEW), maker(12, {1: 2, 2: 3})
+    for i, c in enumerate(made.certificates):
+        for each in (c, made.fork(2).add({7: 1})) if i == 2 else (c,):
+            log.chain.add(each)
+            log.store(each)
+    if request.param == "restarted":
+        log = log_over(store, FEW)
+    assert log.chain.root == made.certificates[7].digest
+    return log, made
+
+
+async def given(log: ChainStore, *have: Digest) -> tuple[list[bytes], bool]:
+    reply = await log.answer(wire.ChainRequest(run=SPEC.run_id, locator=have))
+    return list(reply.certificates), reply.more
+
+
+def encoded(made: ChainMaker, first: int, last: int) -> list[bytes]:
+    return [encode_certificate(c) for c in made.certificates[first : last + 1]]
+
+
+async def test_a_newcomer_gets_from_the_disk_what_the_tree_has_dropped(old):
+    log, made = old
+    genesis = log.chain.genesis
+    assert await given(log, genesis) == (encoded(made, 0, 7), True)
+    assert await given(log) == await given(log, Digest(b"?" * 32), genesis) == (encoded(made, 0, 7), True)
+    assert await given(log, made.certificates[7].digest, genesis) == (encoded(made, 8, 11), False)
+
+
+async def test_who_was_away_goes_on_from_an_old_record(old):
+    log, made = old
+    rival = made.fork(2).add({7: 1})
+    have = rival.digest, made.certificates[4].digest, made.certificates[1].digest
+    assert await given(log, *have) == (encoded(made, 5, 7), True)
+    assert await given(log, made.certificates[9].digest, *have) == (encoded(made, 10, 11), False)
+
+
+async def test_an_answer_from_the_disk_is_bounded(old, monkeypatch):
+    log, made = old
+    monkeypatch.setattr(module, "REPLY_CERTIFICATES", 3)
+    assert await given(log, log.chain.genesis) == (encoded(made, 0, 2), True)
+    monkeypatch.setattr(module, "REPLY_BYTES", len(encoded(made, 0, 0)[0]) * 5 // 2)
+    assert await given(log, log.chain.genesis) == (encoded(made, 0, 1), True)
+    monkeypatch.setattr(module, "REPLY_BYTES", 1)
+    assert await given(log, log.chain.genesis) == (encoded(made, 0, 0), True)
+
+
+@pytest.mark.parametrize("fault", ["missing", "damaged", "another"])
+async def test_what_is_lost_on_disk_is_never_given_and_what_is_before_and_after_it_is(old, store, fault):
+    log, made = old
+    third, other = (store.folder / "chain" / f"{i:013d}-{made.certificates[i].digest.hex()}" for i in (3, 5))
+    if fault == "missing":
+        third.unlink()
+    else:
+        third.write_bytes(other.read_bytes()[fault == "damaged" :])
+    genesis = log.chain.genesis
+    assert await given(log, genesis) == (encoded(made, 0, 2), True)
+    with pytest.raises(ChainError, match="round 3"):
+        await given(log, made.certificates[2].digest, genesis)
+    assert await given(log, made.certificates[3].digest, genesis) == (encoded(made, 4, 7), True)
+    assert await log.certificates_after(genesis, 3) == made.certificates[:3]
+    assert await log.certificates_after(genesis, 4) is None
+
+
+async def test_a_disk_that_cannot_be_read_is_no_fault_of_the_one_who_asks(old, monkeypatch):
+    log, _ = old
+
+    def broken(*_):
+        raise StoreError("reading the certificate of round 0: input/output error; check the disk")
+
+    monkeypatch.setattr(Store, "certificate", broken)
+    with pytest.raises(ChainError, match="round 0"):
+        await given(log, log.chain.genesis)
+
+
+async def test_a_newcomer_follows_the_whole_chain_from_one_member(old, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "REPLY_CERTIFICATES", 3)
+    log, made = old
+    chain, decoder = Chain(SPEC.run_id, SPEC.genesis.name, FEW), MessageDecoder(SPEC.run_id, OWNER.key)
+    more = True
+    while more:
+        found, more = await given(log, *chain.locator())
+        assert found and all([chain.add(decoder.decode_certificate(c)) for c in found])
+    assert chain.head == made.head and chain.root == log.chain.root
+
+
+@pytest.mark.parametrize("limit", [1, 3, 8, 9, 100])
+async def test_the_coordinator_reads_the_chain_beyond_memory(old, limit):
+    log, made = old
+    for number, after in enumerate([log.chain.genesis, *(c.digest for c in made.certificates)]):
+        found = await log.certificates_after(after, limit)
+        assert found is not None and list(found) == made.certificates[number : number + limit]
+    assert await log.certificates_after(made.fork(2).add({7: 1}).digest, limit) is None
 
 
 # -- small files ----------------------------------------------------------------------------------------------
