@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from protocol.bounded import BoundedDict
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey, sha256
 from protocol.rounds.deadlines import Deadlines
+from protocol.rounds.members import Member
+from protocol.stake import is_majority
 
 MAX_PAUSE = 60.0
 
@@ -23,7 +26,10 @@ ANSWER_MARGIN_SECONDS = 1e-6
 
 MAX_PATIENCES = 10
 """Upper bound on joining, in multiples of `member_seconds`: a chain of thousands of rounds takes minutes. Otherwise an
-admitted peer could hold a newcomer with records that lead nowhere."""
+admitted peer could hold a newcomer with records that lead nowhere. A peer that `is_left_behind` waits on."""
+
+SAID_AGAIN_SECONDS = 600.0
+"""Seconds after which a peer that waits because it is left behind says so again."""
 
 
 @dataclass(slots=True)
@@ -192,6 +198,7 @@ class JoinTimer:
     def __init__(self, now: float, member_seconds: float):
         self._wait_until = self._grew = now
         self._member_seconds = member_seconds
+        self._say_again_at = 0.0
 
     def begin(self, now: float, seconds: float) -> None:
         """Start. Peers that are present send a heartbeat within this time."""
@@ -207,3 +214,24 @@ class JoinTimer:
         grew = min(self._grew, self._wait_until + MAX_PATIENCES * self._member_seconds)
         at_last = max(self._wait_until, grew) + self._member_seconds
         return (not ahead and (equal or waited)) or deadlines.due("joining at last", at_last)
+
+    def is_stalled(self, now: float) -> bool:
+        """Return whether nothing has arrived for `member_seconds`: at first, and then once in SAID_AGAIN_SECONDS."""
+        if now < max(self._wait_until, self._grew) + self._member_seconds or now < self._say_again_at:
+            return False
+        self._say_again_at = now + SAID_AGAIN_SECONDS
+        return True
+
+
+def is_left_behind(chain: Chain, members: Iterable[Member], me: PeerKey) -> bool:
+    """Return whether most members have records that are not in this tree, by stake at the head.
+
+    A peer that began to train then would make a chain of its own, which nobody follows. While nobody has stake, most
+    are counted; those at a known head that are still joining do not count then, since they may be left behind too.
+    """
+    members = list(members)
+    ahead = {m.key for m in members if m.beat.head not in chain}
+    decided = is_majority(chain.stakes(chain.head), ahead, {m.key for m in members} | {me})
+    if decided is not None:
+        return decided
+    return 2 * len(ahead) > sum(m.key in ahead or m.beat.phase != "joining" for m in members)

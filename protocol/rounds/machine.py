@@ -58,7 +58,7 @@ from protocol.rounds.actions import (
 )
 from protocol.rounds.audit_notices import notify_audits
 from protocol.rounds.audit_scheduler import AuditScheduler
-from protocol.rounds.chain_sync import ChainSync, JoinTimer
+from protocol.rounds.chain_sync import ChainSync, JoinTimer, is_left_behind
 from protocol.rounds.consensus import Consensus
 from protocol.rounds.context import Context
 from protocol.rounds.departure import Departure
@@ -80,6 +80,13 @@ MAX_TURNS = 100
 
 REMEMBERED_BEATS = 512
 """Own heartbeats that are remembered: longer than others keep them for newcomers."""
+
+
+LEFT_BEHIND = (
+    "most members have records of the run that are missing here, and nobody gives them: this peer does not train, and "
+    "asks again. If this lasts, look at the connection (cairn peer doctor), update this peer, or ask the run's owner "
+    "to start the coordinator, which has all records"
+)
 
 
 class RoundMachine:
@@ -577,10 +584,16 @@ class RoundMachine:
         if sync.joined:
             return
         ahead = self._chain_sync.is_ahead(context.chain)
-        equal = any(m.beat.head in context.chain for m in context.members)
-        if self._join_timer.is_over(context.deadlines, ahead=ahead, equal=equal):
-            sync.join()
-            self._hold_back_what_came_while_joining()
+        # One that is joining may be a newcomer, too: its head says nothing of how far the others are.
+        equal = any(m.beat.head in context.chain and m.beat.phase != "joining" for m in context.members)
+        if not self._join_timer.is_over(context.deadlines, ahead=ahead, equal=equal):
+            return
+        if is_left_behind(context.chain, context.members, context.me):
+            if self._join_timer.is_stalled(context.now):
+                context.notify("warning", "left-behind", LEFT_BEHIND)
+            return
+        sync.join()
+        self._hold_back_what_came_while_joining()
 
     def _state_reached(self, record: Digest, state: Digest) -> None:
         # A finalization may have dropped the record's branch meanwhile: then the trainer moves on from there.

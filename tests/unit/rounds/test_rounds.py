@@ -397,7 +397,10 @@ def test_a_newcomer_loads_no_state_while_more_of_a_long_chain_still_comes():
     b.now = seconds + POLICY.member_seconds - 0.5
     b.beat(OTHERS[0], sequence=3, head=Digest(sha256(b"far on")), weight=1000)
     b.step(ev.Tick(), seconds + POLICY.member_seconds)
-    assert [a.path for a in b.of(do.SyncState)] == [(made,)], "nothing more comes of what was claimed"
+    assert not b.of(do.SyncState) and [n.kind for n in b.of(do.Notice)] == ["left-behind"]
+    b.step(ev.Tick(), seconds + 2 * POLICY.member_seconds)
+    b.step(ev.Tick(), seconds + 2 * POLICY.member_seconds + 0.1)
+    assert [a.path for a in b.of(do.SyncState)] == [(made,)], "whoever claimed more has gone"
 
 
 def test_a_source_that_claims_much_and_gives_nothing_is_asked_less_and_less():

@@ -9,14 +9,16 @@ from dataclasses import replace
 
 import pytest
 
-from protocol.ids import PeerKey
+from protocol.ids import Digest, PeerKey, Round
+from protocol.messages import Heartbeat
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
-from protocol.rounds.chain_sync import MAX_PATIENCES, ChainSync, JoinTimer
+from protocol.rounds.chain_sync import MAX_PATIENCES, SAID_AGAIN_SECONDS, ChainSync, JoinTimer, is_left_behind
 from protocol.rounds.deadlines import Deadlines
+from protocol.rounds.members import Member
 from protocol.rounds.phase import Phase
 from tests.simulation.signer import certificate
-from tests.support.rounds_bench import OTHERS, POLICY, STATE, Bench
+from tests.support.rounds_bench import ME, OTHERS, POLICY, RUN, STATE, Bench
 
 HEAR, PATIENCE = 4.0, 20.0
 CHAIN_SECONDS = 15.0
@@ -65,6 +67,43 @@ def test_it_registers_when_to_look_again(joining: JoinTimer):
     deadlines = Deadlines(101.0)
     assert not joining.is_over(deadlines, ahead=True, equal=False)
     assert sorted(deadlines.pending.values()) == [104.0, 130.0] and deadlines.next_tick == 104.0
+
+
+def test_it_says_that_nothing_comes_after_patience_and_again_after_a_while(joining: JoinTimer):
+    joining.grew(110.0)
+    assert not joining.is_stalled(129.9)
+    assert joining.is_stalled(130.1) and not joining.is_stalled(131.0)
+    assert not joining.is_stalled(700.0) and joining.is_stalled(131.0 + SAID_AGAIN_SECONDS)
+
+
+def left_behind(ahead: int, known: int, joining: int = 0, stakes: dict[PeerKey, int] | None = None) -> bool:
+    """Return whether a peer is, beside members with unknown heads, with its own head, and that are joining with it."""
+    b = Bench()
+    if stakes is not None:
+        b.chain.stakes = lambda record: stakes
+    groups = [(STATE, "training")] * ahead + [(b.chain.genesis, "training")] * known
+    groups += [(b.chain.genesis, "joining")] * joining
+    members = [Member(key, beat(*group), 0.0) for key, group in zip(OTHERS, groups, strict=False)]
+    return is_left_behind(b.chain, members, ME)
+
+
+def beat(head: Digest, phase: str) -> Heartbeat:
+    return Heartbeat(RUN, 1, Round(0), head, 0, 0, phase, 1.0, 1.0, 0, 0, (), (), b"a", "")
+
+
+def test_a_peer_is_left_behind_when_most_members_have_other_records():
+    assert not left_behind(0, 0) and not left_behind(0, 2)
+    assert left_behind(1, 0) and left_behind(3, 2) and not left_behind(2, 2)
+
+
+def test_others_that_are_joining_may_be_left_behind_too():
+    assert left_behind(1, 0, joining=5) and not left_behind(1, 1, joining=5) and not left_behind(0, 0, joining=2)
+
+
+def test_where_there_is_stake_numbers_do_not_count():
+    assert not left_behind(4, 1, stakes={OTHERS[4]: 1}), "keys cost nothing"
+    assert not left_behind(4, 0, stakes={ME: 1})
+    assert left_behind(1, 4, stakes={OTHERS[0]: 2, ME: 1}) and not left_behind(1, 4, stakes={OTHERS[0]: 1, ME: 1})
 
 
 class Newcomer(Bench):
