@@ -66,6 +66,9 @@ class ChainIndexer:
         self._on_pass = on_pass
         self._on_new_head = on_new_head
         self._decoder = MessageDecoder(spec.run_id, spec.owner_key, remember=16)
+        self.lacks_rollback = False
+        """The database has lost a rollback that was followed: its directive is to be followed again."""
+
         self._wake = asyncio.Event()
         self._moving = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
@@ -218,6 +221,8 @@ class ChainIndexer:
         # A database may lose its last commits: a replica takes over, or an older copy is restored.
         if await self._ledger.run(lambda ledger: ledger.last()) != self._chain.posted:
             await self.read_ledger()
+            followed = await self._ledger.run(lambda ledger: ledger.epoch())
+            self.lacks_rollback = followed < self._finalizer.epoch
         await self._finalizer.check_swarm()
         self._plausibility.update_rules(self._directives.round_policy)
         known = {c.record: c for c in self._chain.open}

@@ -43,6 +43,9 @@ WAIT_SECONDS = 60.0
 CLAIM_SECONDS = 3600.0
 """Seconds until orders wait again for what a member claims to have: one that lies delays orders, and prevents none."""
 
+LONGEST_WAIT = 120.0
+"""Seconds of it at most, also if heartbeats are rare: the command waits a little longer."""
+
 WAIT_BEATS, SETTLE_BEATS = 3, 2
 """Heartbeats for which orders wait at least for a first member, and for others after it."""
 
@@ -90,16 +93,16 @@ class RunControl:
 
     _unsubscribe: Callable[[], None] | None = field(default=None, init=False)
 
-    async def start(self, *, archived: bool = False) -> None:
+    async def start(self, *, begun: bool = False) -> None:
         """Follow the newest directive, from the file or from the swarm. Raises CairnError.
 
-        `archived`: a state of the run is archived, so it has begun.
+        `begun`: the run has begun before, so its members may know a newer one.
         """
         self._unsubscribe = self.view.subscribe(self._check_swarm)
         async with self._changing:
             await self._resume()
-            begun = archived or self.newest is not None or await self.ledger.run(lambda ledger: ledger.last())
-            self._started_at = self.clock() if begun else None
+            known = begun or self.newest is not None or await self.ledger.run(lambda ledger: ledger.last())
+            self._started_at = self.clock() if known else None
             self._is_order_left = bool(await asyncio.to_thread(self.file.left))
 
     async def stop(self) -> None:
@@ -184,7 +187,7 @@ class RunControl:
         beats = [h.heartbeat for h in self.view.heartbeats().values() if h.heartbeat.admission]
         if beats and self._heard_at is None:
             self._heard_at = now
-        longest = max(WAIT_SECONDS, WAIT_BEATS * heartbeat_seconds)
+        longest = min(LONGEST_WAIT, max(WAIT_SECONDS, WAIT_BEATS * heartbeat_seconds))
         if any(b.directive_sequence > self._sequence for b in beats):
             if self._claimed_at is None or now - self._claimed_at >= CLAIM_SECONDS:
                 self._claimed_at = now
@@ -194,7 +197,7 @@ class RunControl:
             return ""
         if self._heard_at is None:
             return "no member has answered since the coordinator's start, and they may have a newer directive"
-        if now < self._heard_at + SETTLE_BEATS * heartbeat_seconds:
+        if now < self._heard_at + min(LONGEST_WAIT / 2, SETTLE_BEATS * heartbeat_seconds):
             return "members have just begun to answer, and one may have a newer directive"
         return ""
 
@@ -268,6 +271,8 @@ class RunControl:
 
     def tend(self) -> None:
         """Try an interrupted directive again. Give the orders that wait, and verdicts that the chain should carry."""
+        if self.indexer.lacks_rollback:
+            self.indexer.lacks_rollback, self._unfinished = False, True
         if self._unfinished:
             self._check_swarm()
         if self._giving is None or self._giving.done():

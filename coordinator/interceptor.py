@@ -20,8 +20,8 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from coordinator.errors import LedgerError, RefusedError, TooManyError, UnknownRunError
-from coordinator.limits import ConcurrencyLimit, NetworkLimit, Rate, RateLimit, caller_of, refuse_before
+from coordinator.errors import LedgerConflictError, LedgerError, RefusedError, TooManyError, UnknownRunError
+from coordinator.limits import ConcurrencyLimit, NetworkLimit, Rate, RateLimit, caller_of, is_loopback, refuse_before
 from protocol.errors import AdmissionError, CairnError, MalformedError, SignatureError
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,10 @@ _CODES: tuple[tuple[type[CairnError], grpc.StatusCode], ...] = (
     (SignatureError, grpc.StatusCode.UNAUTHENTICATED),
     (MalformedError, grpc.StatusCode.INVALID_ARGUMENT),
 )
-_NO_LEDGER = "the coordinator's ledger cannot be written or read now: its operator finds the reason in its log"
+_NO_LEDGER = (
+    "the coordinator's ledger cannot be written or read now, which is tried again (an order given just now may hold): "
+    "its operator finds the reason in its log"
+)
 _FAULT = "the coordinator has a fault of its own: its operator finds the reason in its log"
 
 
@@ -153,14 +156,15 @@ class LimitsInterceptor(grpc.aio.ServerInterceptor):
         now = time.monotonic()
         self._rate.take(caller, now)
         refuse_before(self._answered.wait(caller, now))
-        if method in BULKY:
+        if method in BULKY and not is_loopback(caller):
             refuse_before(self._answered_all.wait(None, now))
 
     def _charged(self, caller: str, answer: bytes) -> bytes:
         """Return an answer, after counting its bytes."""
         now = time.monotonic()
         self._answered.count(caller, now, len(answer))
-        self._answered_all.count(None, now, len(answer))
+        if not is_loopback(caller):
+            self._answered_all.count(None, now, len(answer))
         return answer
 
     async def _requests(
@@ -203,7 +207,8 @@ class LimitsInterceptor(grpc.aio.ServerInterceptor):
             known = next((c for kind, c in _CODES if isinstance(e, kind)), None)
             if known is not None:
                 code, message = known, str(e)
-            elif isinstance(e, LedgerError):  # callers go on as without a coordinator, and ask again
+            elif isinstance(e, LedgerError) and not isinstance(e, LedgerConflictError):
+                # It is away: callers go on as without a coordinator, and ask again.
                 code, message = grpc.StatusCode.UNAVAILABLE, _NO_LEDGER
             else:
                 code, message = grpc.StatusCode.INTERNAL, _FAULT

@@ -83,6 +83,8 @@ class CoordinatorConfig:
     alerts: AlertConfig = AlertConfig()
     ledger: str = ""
     about: AboutTable = AboutTable()
+    begins: bool = True
+    """The run begins here and now: nobody can have orders of its owner. Else members may know newer ones than ours."""
 
 
 class Coordinator:
@@ -201,7 +203,8 @@ class Coordinator:
         self.observations.restore(await asyncio.to_thread(self._observation_file.read))
         self._view.listen(self.observations.receive)
         await self.indexer.read_ledger()
-        await self.control.start(archived=any(a.round for a in self._archiver.archive.all()))
+        begun = not c.begins or any(a.round for a in self._archiver.archive.all())
+        await self.control.start(begun=begun)
         self.indexer.start()
         self._archiver.start(self._finalizer.of_posted)
         await self.credits.start()

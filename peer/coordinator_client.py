@@ -385,6 +385,8 @@ class CoordinatorClient:
                 raise CoordinatorRefused(f"the coordinator at {endpoint} refused: {said or e.code().name}") from None
             if e.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
                 raise CoordinatorUnreachable(f"the coordinator at {endpoint} is busy: {said}") from None
+            if said.startswith("the coordinator"):  # its own words, not gRPC's
+                raise CoordinatorUnreachable(f"{said} ({endpoint})") from None
             await self._drop(place)
             raise _silent(endpoint, said) from None
 

@@ -852,7 +852,7 @@ class Chain:
         if found is None:
             if node.parent is None:
                 raise ChainError(f"record {node.digest.short} is where this tree begins")
-            present = self.limits.stake.present(node.parent)
+            present = self.limits.stake.present(node.parent, drawn=True)
             found = {key: stake for key, stake in self._stakes_at(node.parent).items() if key in present}
             self._audit_stakes[node.digest] = found
         return found

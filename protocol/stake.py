@@ -60,15 +60,15 @@ class StakeRule:
             found.pop(key, None)
         return found
 
-    def present(self, node: RecordNode) -> set[PeerKey]:
-        """Return the keys that contributed in the `hold_rounds` rounds that end with a record, but for the newest.
+    def present(self, node: RecordNode, *, drawn: bool = False) -> set[PeerKey]:
+        """Return the keys that contributed in the `hold_rounds` rounds (at least one) that end with a record.
 
-        Those are UNSEEN_ROUNDS, or half of the hold: authors of the newest records know who proposes next, and with
-        which seed. Their lists would let them choose among draws of auditors and juries. Founders count as
-        contributors just before the first round.
+        Founders count as contributors just before the first round. For keys to be `drawn` as auditors and jurors the
+        newest rounds do not count: UNSEEN_ROUNDS, or half of the hold. Authors of the newest records know who proposes
+        next, and with which seed. Their lists would let them choose among draws.
         """
         hold = max(1, self.hold_rounds)
-        unseen = min(UNSEEN_ROUNDS, hold // 2)
+        unseen = min(UNSEEN_ROUNDS, hold // 2) if drawn else 0
         found = {key for above in islice(node.branch(), unseen, hold) for key in above.weighed}
         if node.height < hold:
             found.update(self.founders)

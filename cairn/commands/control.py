@@ -23,6 +23,7 @@ from protocol.ids import PeerKey, Round
 from protocol.invite import Invite
 from protocol.message_codec import KeySigner, MessageDecoder
 from protocol.messages import MAX_BANNED, MAX_PARDONS, MAX_REASON, Directive, Pardon, Rollback, RoundChanges
+from protocol.plain_text import is_plain
 
 if TYPE_CHECKING:
     from coordinator.directive_file import DirectiveFile
@@ -92,7 +93,7 @@ def _options(f):
 
 
 def _reason(_context: click.Context, _parameter: click.Parameter, reason: str) -> str:
-    if not reason.isprintable() or len(reason.encode()) > MAX_REASON:
+    if not is_plain(reason) or len(reason.encode()) > MAX_REASON:
         raise click.BadParameter(f"at most {MAX_REASON} bytes on one line", param_hint="--reason")
     return reason
 

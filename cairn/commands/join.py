@@ -28,6 +28,7 @@ from protocol.errors import CairnError
 from protocol.identity import Identity
 from protocol.invite import Invite
 from protocol.messages import MAX_NAME
+from protocol.plain_text import is_plain
 from protocol.quiet_imports import quiet_imports
 
 if TYPE_CHECKING:
@@ -208,7 +209,7 @@ class JoinOptions:
 @private_files()
 def join_run(options: JoinOptions) -> None:
     """Take part in a run until it is over, or Ctrl-C. Raises CairnError."""
-    if not options.name.isprintable() or len(options.name.encode()) > MAX_NAME:
+    if not is_plain(options.name) or len(options.name.encode()) > MAX_NAME:
         raise click.BadParameter(f"at most {MAX_NAME} bytes of printable text", param_hint="--name")
     if options.anonymous and options.name:
         raise click.UsageError("--anonymous: a peer that is anonymous has no name: leave out --name")

@@ -36,10 +36,10 @@ class _HomePath(_NamedPath):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         path = os.path.expanduser(value)
-        if os.path.isdir(path) and not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        if os.path.isdir(path) and not os.access(path, os.R_OK | os.X_OK):
             self.fail(
-                f"{path} belongs to another user, and this one may not use it: chown -R it to this user (if it was "
-                "made by sudo or in a container), or name another folder", param, ctx,
+                f"{path} cannot be read by this user: if it was made by sudo or in a container, chown -R it to this "
+                "user, else chmod u+rwx it, or name another folder", param, ctx,
             )  # fmt: skip
         return super().convert(path, param, ctx)
 

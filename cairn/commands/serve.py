@@ -159,6 +159,7 @@ def serve_run(options: ServeOptions) -> None:
             ledger=options.ledger,
             alerts=load_config(folder, options.webhook),
             about=options.settings.about,
+            begins=resolved.begins,
         )
         asyncio.run(_serve(options, config, store, owner, resolved))
 

@@ -544,14 +544,15 @@ class Consensus:
         parent = proposal.record.body.parent
         return self.is_patience_over(parent, proposal.seen) or self.is_supported(parent, signers)
 
-    def is_supported(self, parent: Digest, signers: set[PeerKey]) -> bool:
+    def is_supported(self, parent: Digest, signers: set[PeerKey], *, starts: bool = False) -> bool:
         """Return whether a record that these keys back has support.
 
         Their stake at the parent is more than that of the others that take part, we included. While nobody of them has
-        stake, they are most of those that announced.
+        stake, they are most of those that announced. `starts`: as a peer judges that starts.
         """
         context, round_ = self._context, self.round
-        decided = is_majority(context.chain.stakes(parent), signers, self._present())
+        present = self._present() - {context.me} if starts else self._present()
+        decided = is_majority(context.chain.stakes(parent), signers, present)
         if decided is not None:
             return decided
         is_open = round_ is not None and round_.parent == parent
@@ -559,10 +560,13 @@ class Consensus:
         return 2 * len(signers) > len(announced | signers)
 
     def _present(self) -> set[PeerKey]:
-        """Return the keys that take part in rounds, ours too unless we only follow."""
-        context = self._context
-        us = set() if context.observer or context.is_resting or not self._sync.joined else {context.me}
-        return us | {m.key for m in context.members if m.takes_part}
+        """Return the keys that take part in rounds: ours in the phases in which others count us (`Member.takes_part`).
+
+        A peer that was away must not judge by its old stake what the others certified meanwhile.
+        """
+        context, sync = self._context, self._sync
+        follows = context.observer or context.is_resting or not (sync.joined and sync.holds_state)
+        return {m.key for m in context.members if m.takes_part} | (set() if follows else {context.me})
 
     def is_patience_over(self, parent: Digest, arrived: float) -> bool:
         """Return whether a record without support that came at `arrived` may be followed: nothing better has come.

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Set
+from functools import partial
 
 from protocol.chain import Chain, FinalizedConflict, UnknownParent
 from protocol.errors import ChainError
@@ -486,18 +487,18 @@ class RoundMachine:
         if (supported := chain.count_followed(path, self._has_support)) < len(path):
             self._sync.hold_back(path[supported])
 
-    def _is_supported(self, record: Digest) -> bool:
+    def _is_supported(self, record: Digest, *, starts: bool = False) -> bool:
         chain = self._context.chain
         if record == chain.root:  # nothing is beside it
             return True
         voters = self._consensus.voters_for(chain.certificate(record).record.digest)
-        return self._has_support(record, chain.keys_for(record) | voters)
+        return self._has_support(record, chain.keys_for(record) | voters, starts=starts)
 
-    def _has_support(self, record: Digest, signers: set[PeerKey]) -> bool:
+    def _has_support(self, record: Digest, signers: set[PeerKey], *, starts: bool = False) -> bool:
         """Return whether a record has support. Members whose state is of the record, or of a later one, are for it."""
         chain = self._context.chain
         holders = {m.key for m in self._context.members if m.takes_part and chain.is_ancestor(record, m.beat.head)}
-        return self._consensus.is_supported(chain.parent(record), signers | holders)
+        return self._consensus.is_supported(chain.parent(record), signers | holders, starts=starts)
 
     def _chain_received(self, event: ev.ChainReceived) -> None:
         context = self._context
@@ -538,7 +539,7 @@ class RoundMachine:
             self._sync.quarantine.reconsider(self._is_supported)
             self._beat()
         self._leave_if_due()
-        self._departure.stay(self._is_anybody_behind, self._status, self._is_supported)
+        self._departure.stay(self._is_anybody_behind, self._status, partial(self._is_supported, starts=True))
         self._publish_directives()
         self._update_phase()
         self.next_tick = float("inf") if self._departure.has_left else context.deadlines.next_tick

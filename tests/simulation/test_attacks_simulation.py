@@ -104,6 +104,18 @@ def test_a_third_of_the_stake_takes_no_round_though_an_honest_peer_has_more(spee
     check_listed(damage, 0.9)
 
 
+@pytest.mark.parametrize("speeds, away", [((2.0, 2.0), 40.0), ((6.0, 2.0, 2.0), 60.0), *long_cases(((3.0, 2.0), 40.0))])
+def test_a_peer_with_most_of_the_stake_that_was_away_follows_what_the_others_certified(speeds, away):
+    """Its old stake says nothing about records of its absence: it would take the others' rounds from them."""
+    siege = Siege([], honest=len(speeds), speeds=speeds, stake=StakeRule(hold_rounds=3))
+    world, first = siege.world, siege.world.nodes[0]
+    world.clock.at(40.0, first.crash)
+    world.clock.at(40.0 + away, first.boot)
+    siege.end = 40.0 + away + 40.0
+    damage = siege.run()
+    assert world.deepest == 0 and damage.rounds > 3
+
+
 @pytest.mark.parametrize("spare", [2, 8])
 def test_headers_that_invent_a_state_have_nobody_load_one(spare):
     check_all(Siege([partial(Drifter, spare=spare)]).run(), 4, 1)

@@ -128,4 +128,4 @@ def test_a_home_of_another_user_is_said_before_anything_is_read(tmp_path, monkey
     monkeypatch.setattr(os, "access", lambda path, mode: str(path) != str(home) and access(path, mode))
     for command in (["account", "new"], ["peer", "pause"], ["peer", "key"]):
         said = CliRunner().invoke(main, command)
-        assert said.exit_code == 2 and f"{home} belongs to another user" in said.output, command
+        assert said.exit_code == 2 and f"{home} cannot be read by this user" in said.output, command

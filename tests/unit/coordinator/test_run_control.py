@@ -6,7 +6,8 @@ No order is given while the swarm may know a newer one.
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+import sqlite3
+from contextlib import asynccontextmanager, closing
 
 import pytest
 
@@ -94,7 +95,7 @@ async def running(folder, *, archived=False):
     w = World(folder)
     await w.ledger.open(folder / "ledger.sqlite", SPEC)
     await w.indexer.read_ledger()
-    await w.control.start(archived=archived)
+    await w.control.start(begun=archived)
     w.indexer.start()
     await until(lambda: w.chain.posted is not None and w.chain.posted[0] == 4)
     try:
@@ -249,3 +250,42 @@ async def test_an_order_that_the_swarms_rollback_replaces_is_said_to_be_lost(tmp
         w.swarm.changed()
         await until(w.is_done)
         assert w.control.newest == w.order and "does not count: give it again" in caplog.text
+
+
+async def test_a_ledger_that_loses_a_rollback_that_was_followed_follows_it_again(tmp_path):
+    async with running(tmp_path) as w:
+
+        async def publish(directive):
+            w.publish(directive)
+
+        w.swarm.publish_directive = publish
+        path = tmp_path / "ledger.sqlite"
+        with closing(sqlite3.connect(path)) as db, closing(sqlite3.connect(":memory:")) as old:
+            db.backup(old)
+            await w.control.accept(w.order.encoded)
+            assert w.is_done()
+            old.backup(db)
+        w.swarm.changed()
+
+        async def followed():
+            while await w.ledger.run(lambda ledger: ledger.epoch()) != 1:
+                await asyncio.sleep(0.05)
+
+        await ended(followed())
+        assert w.is_done()
+        await until(lambda: not w.indexer.problem)
+
+
+async def test_in_a_run_that_has_begun_orders_wait_though_nothing_of_it_is_here(tmp_path):
+    """Only the keys and the spec were kept: the members have the newest directive."""
+    w = World(tmp_path)
+    await w.ledger.open(tmp_path / "ledger.sqlite", SPEC)
+    await w.indexer.read_ledger()
+    try:
+        await w.control.start(begun=True)
+        assert "no member has answered" in w.control.wait_reason()
+        with pytest.raises(RefusedError, match="give the order again"):
+            await w.control.accept(w.order.encoded, b"")
+    finally:
+        await w.control.stop()
+        await w.ledger.close()

@@ -37,6 +37,7 @@ def test_what_is_accepted_does_not_depend_on_the_unicode_version_of_this_python(
     for newer in ("\U0001fae0", "\U0001fae8", "\u2ffc", "\U0003ffff"):  # of Unicode 14, 15, 15.1, and none so far
         assert is_plain(newer)
     allowed = {"plain_text.py": 2, "spec.py": 1}  # these only show text
-    for path in Path(protocol.__file__).parent.rglob("*.py"):
+    folder = Path(protocol.__file__).parent
+    for path in [*folder.rglob("*.py"), *(folder.parent / "cairn" / "commands").rglob("*.py")]:
         found = [line for line in path.read_text().splitlines() if "isprintable()" in line and "isascii()" not in line]
         assert len(found) == allowed.get(path.name, 0), (path, found)
