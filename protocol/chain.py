@@ -413,6 +413,10 @@ class Chain:
             height += 1
         return tuple(found), height in self._main_chain
 
+    def has_seen(self, record: Digest) -> bool:
+        """Return whether a record is in the tree, or was before the root advanced beyond it."""
+        return record in self or self.is_below_root(record)
+
     def is_below_root(self, record: Digest) -> bool:
         """Return whether a record is on the path that the tree has dropped at its root."""
         return self._below.height(record) is not None
@@ -421,7 +425,8 @@ class Chain:
         """Return the round and name of the records up to the root that a `locator` does not have, oldest first.
 
         At most `count` of them. Their certificates are not in memory, but on disk. There are none when the newest
-        record that both have is in this tree: then `certificates_after` has what follows it.
+        record that both have is in this tree: then `certificates_after` has what follows it. Nor are there for one that
+        knows no record of ours: a newcomer names the genesis.
         """
         start = 0
         for digest in have:
@@ -430,6 +435,8 @@ class Chain:
             if (height := self._below.height(digest)) is not None:
                 start = height
                 break
+        else:
+            return ()
         first, last = start + 1, min(start + count, self._root.height)
         return tuple(
             (Round(height - 1), self._below.at(height) if height < len(self._below) else self._root.digest)

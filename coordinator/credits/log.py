@@ -24,6 +24,10 @@ from protocol.message_codec import encode_certificate
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 5.0
+
+DECODED_AT_ONCE = 8
+"""Certificates that are taken from the chain before their size is looked at."""
+
 PAGE_BYTES = 1024 * 1024
 """Maximum size of an answer; a larger certificate is sent alone."""
 
@@ -115,11 +119,21 @@ class CreditLog:
     async def certificates(self, after: Digest, limit: int) -> tuple[list[bytes], bool]:
         """Return the chain after a record, and whether there is more."""
         limit = min(limit, MAX_CERTIFICATES)
-        found = await self.view.certificates_after(after, limit)
-        if found is None:
-            raise MalformedError(f"record {after.short} is not on the chain that this coordinator's observer holds")
-        sent = _fitting(encode_certificate(c) for c in found)
-        return sent, len(sent) < len(found) or len(found) == limit
+        found: list[bytes] = []
+        size, at = 0, after
+        while len(found) < limit and size <= PAGE_BYTES:
+            # A few at a time: old ones are read and decoded, which takes longer than to send them.
+            wanted = min(DECODED_AT_ONCE, limit - len(found))
+            page = await self.view.certificates_after(at, wanted)
+            if page is None and not found:
+                raise MalformedError(f"record {after.short} is not on the chain that this coordinator's observer holds")
+            found += [encode_certificate(c) for c in page or ()]
+            size = sum(map(len, found))
+            if not page or len(page) < wanted:
+                sent = _fitting(found)
+                return sent, page is None or len(sent) < len(found)
+            at = page[-1].digest
+        return _fitting(found), True
 
     def export(self, form: str) -> AsyncIterator[bytes]:
         """Return all credits as a file ("csv" or "parquet"), in pieces. Raises ParquetMissingError."""

@@ -60,7 +60,7 @@ class ReplayableState(BaseState):
         if claim is None:
             return None
         _, end, steps = claim
-        if is_idle := windows.skipped > steps * MAX_SKIPPED / 2:
+        if is_idle := windows.skipped > max(steps >= 4, steps * MAX_SKIPPED / 2):  # a replay of 4 may skip one
             text = (
                 f"{windows.skipped} of {steps} steps changed nothing: their update would fail an audit, and is not made"
             )

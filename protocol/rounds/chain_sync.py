@@ -24,6 +24,9 @@ SECOND_SECONDS = 2.0
 ANSWER_MARGIN_SECONDS = 1e-6
 """Seconds beyond the time for an answer before the request counts as failed."""
 
+LATE_PATIENCES = 3
+"""Times `member_seconds` without news after which a run without stake begins though others claim to be ahead."""
+
 MAX_PATIENCES = 10
 """Upper bound on joining, in multiples of `member_seconds`: a chain of thousands of rounds takes minutes. Otherwise an
 admitted peer could hold a newcomer with records that lead nowhere. A peer that `is_left_behind` waits on."""
@@ -66,8 +69,8 @@ class ChainSync:
         self._bound = self._failures.limit = self._last_asked.limit = max(self._bound, bound)
 
     def claim(self, source: PeerKey, head: Digest, chain: Chain, now: float, *, member: bool) -> None:
-        """Note the head that a peer claims, as long as the head is not in the tree."""
-        if head in chain:
+        """Note the head that a peer claims, as long as the tree has never had it."""
+        if chain.has_seen(head):
             self._claims.pop(source, None)
             return
         old = self._claims.get(source)
@@ -109,7 +112,7 @@ class ChainSync:
 
         Claimed weights are ignored: only the records show which head is better.
         """
-        for source in [source for source, claim in self._claims.items() if claim.head in chain]:
+        for source in [source for source, claim in self._claims.items() if chain.has_seen(claim.head)]:
             del self._claims[source]
         return list(self._claims)
 
@@ -215,6 +218,11 @@ class JoinTimer:
         at_last = max(self._wait_until, grew) + self._member_seconds
         return (not ahead and (equal or waited)) or deadlines.due("joining at last", at_last)
 
+    def is_late(self, deadlines: Deadlines) -> bool:
+        """Return whether nothing has arrived for LATE_PATIENCES times `member_seconds`."""
+        late_at = max(self._wait_until, self._grew) + LATE_PATIENCES * self._member_seconds
+        return deadlines.due("joining late", late_at)
+
     def is_stalled(self, now: float) -> bool:
         """Return whether nothing has arrived for `member_seconds`: at first, and then once in SAID_AGAIN_SECONDS."""
         if now < max(self._wait_until, self._grew) + self._member_seconds or now < self._say_again_at:
@@ -223,15 +231,18 @@ class JoinTimer:
         return True
 
 
-def is_left_behind(chain: Chain, members: Iterable[Member], me: PeerKey) -> bool:
-    """Return whether most members have records that are not in this tree, by stake at the head.
+def is_left_behind(chain: Chain, members: Iterable[Member], me: PeerKey, *, is_late: bool = False) -> bool:
+    """Return whether most members have records that this tree has never had, by stake at the head.
 
     A peer that began to train then would make a chain of its own, which nobody follows. While nobody has stake, most
-    are counted; those at a known head that are still joining do not count then, since they may be left behind too.
+    are counted; those at a known head that are still joining do not count then, since they may be left behind too. Once
+    it `is_late`, all count, and we: or else one key with an invented head would keep a young run from its first round.
     """
     members = list(members)
-    ahead = {m.key for m in members if m.beat.head not in chain}
+    ahead = {m.key for m in members if not chain.has_seen(m.beat.head)}
     decided = is_majority(chain.stakes(chain.head), ahead, {m.key for m in members} | {me})
     if decided is not None:
         return decided
+    if is_late:
+        return 2 * len(ahead) > len(members) + 1
     return 2 * len(ahead) > sum(m.key in ahead or m.beat.phase != "joining" for m in members)

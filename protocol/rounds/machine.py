@@ -586,10 +586,11 @@ class RoundMachine:
             return
         ahead = self._chain_sync.is_ahead(context.chain)
         # One that is joining may be a newcomer, too: its head says nothing of how far the others are.
-        equal = any(m.beat.head in context.chain and m.beat.phase != "joining" for m in context.members)
+        equal = any(context.chain.has_seen(m.beat.head) and m.beat.phase != "joining" for m in context.members)
         if not self._join_timer.is_over(context.deadlines, ahead=ahead, equal=equal):
             return
-        if is_left_behind(context.chain, context.members, context.me):
+        is_late = self._join_timer.is_late(context.deadlines)
+        if is_left_behind(context.chain, context.members, context.me, is_late=is_late):
             if self._join_timer.is_stalled(context.now):
                 context.notify("warning", "left-behind", LEFT_BEHIND)
             return

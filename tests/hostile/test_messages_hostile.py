@@ -48,8 +48,8 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> list[PeerKey]:
     keys: list[PeerKey] = []
     real = message_codec.open_envelope
 
-    def counting(sent: bytes, kind: str, *, limit: int):
-        envelope = real(sent, kind, limit=limit)
+    def counting(sent: bytes, kind: str, *, limit: int, verifies: bool = True):
+        envelope = real(sent, kind, limit=limit, verifies=verifies)
         keys.append(envelope.author)
         return envelope
 

@@ -265,14 +265,16 @@ async def test_a_ledger_that_loses_a_rollback_that_was_followed_follows_it_again
             await w.control.accept(w.order.encoded)
             assert w.is_done()
             old.backup(db)
+        post, followed = w.indexer.post_abandoned, asyncio.Event()
+
+        async def post_again(*left):
+            await post(*left)
+            followed.set()
+
+        w.indexer.post_abandoned = post_again
         w.swarm.changed()
-
-        async def followed():
-            while await w.ledger.run(lambda ledger: ledger.epoch()) != 1:
-                await asyncio.sleep(0.05)
-
-        await ended(followed())
-        assert w.is_done()
+        await ended(followed.wait())
+        assert w.is_done() and await w.ledger.run(lambda ledger: ledger.epoch()) == 1
         await until(lambda: not w.indexer.problem)
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from protocol.ids import Digest, PeerKey, Round
+from protocol.ids import Digest, PeerKey, Round, sha256
 from protocol.messages import Heartbeat
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
@@ -76,7 +76,9 @@ def test_it_says_that_nothing_comes_after_patience_and_again_after_a_while(joini
     assert not joining.is_stalled(700.0) and joining.is_stalled(131.0 + SAID_AGAIN_SECONDS)
 
 
-def left_behind(ahead: int, known: int, joining: int = 0, stakes: dict[PeerKey, int] | None = None) -> bool:
+def left_behind(
+    ahead: int, known: int, joining: int = 0, stakes: dict[PeerKey, int] | None = None, *, is_late: bool = False
+) -> bool:
     """Return whether a peer is, beside members with unknown heads, with its own head, and that are joining with it."""
     b = Bench()
     if stakes is not None:
@@ -84,7 +86,7 @@ def left_behind(ahead: int, known: int, joining: int = 0, stakes: dict[PeerKey, 
     groups = [(STATE, "training")] * ahead + [(b.chain.genesis, "training")] * known
     groups += [(b.chain.genesis, "joining")] * joining
     members = [Member(key, beat(*group), 0.0) for key, group in zip(OTHERS, groups, strict=False)]
-    return is_left_behind(b.chain, members, ME)
+    return is_left_behind(b.chain, members, ME, is_late=is_late)
 
 
 def beat(head: Digest, phase: str) -> Heartbeat:
@@ -94,6 +96,20 @@ def beat(head: Digest, phase: str) -> Heartbeat:
 def test_a_peer_is_left_behind_when_most_members_have_other_records():
     assert not left_behind(0, 0) and not left_behind(0, 2)
     assert left_behind(1, 0) and left_behind(3, 2) and not left_behind(2, 2)
+
+
+def test_one_key_with_an_invented_head_keeps_a_young_run_from_beginning_for_a_while_only():
+    assert not left_behind(1, 0, joining=5, is_late=True) and not left_behind(1, 0, is_late=True)
+    assert left_behind(4, 0, joining=2, is_late=True), "most of the members and us"
+    assert left_behind(1, 4, stakes={OTHERS[0]: 1}, is_late=True), "stake decides without an end"
+    b = Bench(ready=False, alone=False)
+    stranger = Digest(sha256(b"an invented head"))
+    for t in range(1, 200):
+        b.beat(OTHERS[0], sequence=t, head=stranger)
+        b.step(ev.Tick(), t)
+        if b.machine.phase is not Phase.JOINING:
+            break
+    assert 3 * POLICY.member_seconds < b.now < 5 * POLICY.member_seconds
 
 
 def test_others_that_are_joining_may_be_left_behind_too():
