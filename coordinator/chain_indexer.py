@@ -140,7 +140,9 @@ class ChainIndexer:
                 at = path[-1].parent
             if at != base:
                 log.error("rounds that rollback %d left are not credited: no certificates of them here", rollback.epoch)
-                return
+                path = []
+                if last is None or last[0] < rollback.round:
+                    return
             path.reverse()
             for i in range(0, len(path), ROUNDS_PER_TRANSACTION):
                 some = path[i : i + ROUNDS_PER_TRANSACTION]
@@ -220,9 +222,8 @@ class ChainIndexer:
         """Index what is new. Return what prevents that, if anything."""
         # A database may lose its last commits: a replica takes over, or an older copy is restored.
         if await self._ledger.run(lambda ledger: ledger.last()) != self._chain.posted:
+            self.lacks_rollback = await self._ledger.run(lambda ledger: ledger.epoch()) < self._finalizer.epoch
             await self.read_ledger()
-            followed = await self._ledger.run(lambda ledger: ledger.epoch())
-            self.lacks_rollback = followed < self._finalizer.epoch
         await self._finalizer.check_swarm()
         self._plausibility.update_rules(self._directives.round_policy)
         known = {c.record: c for c in self._chain.open}

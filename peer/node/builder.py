@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +17,7 @@ from peer.node.blob_retention import BlobRetention, assets
 from peer.node.chain_store import ChainStore
 from peer.node.device_work import DeviceWork
 from peer.node.directive_handler import DirectiveHandler
-from peer.node.driver import RoundDriver
+from peer.node.driver import SLEPT_SECONDS, RoundDriver
 from peer.node.end_of_run import EndOfRun
 from peer.node.enrollment import Enrollment
 from peer.node.events import EventQueue, NodeEvents
@@ -128,7 +129,8 @@ def build_node(
         local_status, membership, network, trainer, end, goodbye=last_goodbye(store), is_peer=not options.observer,
         shows_device=options.shows_device,
     )  # fmt: skip
-    driver = RoundDriver(machine, handler, queue, bus, timings, status=status)
+    slept_seconds = max(SLEPT_SECONDS, spec.round.member_seconds) if options.trains else math.inf
+    driver = RoundDriver(machine, handler, queue, bus, timings, status=status, slept_seconds=slept_seconds)
     requests = RequestServer(membership, packets, network, machine, certificates, slice_relay, queue, bus)
     folder = options.folder
     status_reporter = StatusReporter(membership, folder, network, machine, directives, timings, work, bus)

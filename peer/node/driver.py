@@ -7,6 +7,7 @@ can use the same driver over effects and a clock of its own.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
@@ -23,6 +24,14 @@ YIELD_SECONDS = 0.01
 """Seconds after which the driver yields to other tasks: a queue that is never empty never waits."""
 
 MIN_TICK_SECONDS, MAX_TICK_SECONDS = 0.005, 1.0
+
+SLEPT_SECONDS = 60.0
+"""Seconds without a turn after which a peer starts again: the others have gone on, and have forgotten it."""
+
+
+def _awake_and_asleep() -> float:
+    """Return seconds since the machine's start, with those in which it slept."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class RoundEffects(Protocol):
@@ -48,7 +57,13 @@ class RoundDriver:
         *,
         status: Callable[[], LocalStatus],
         clock: Callable[[], float] = time.monotonic,
+        slept_seconds: float = math.inf,
+        since_boot: Callable[[], float] = _awake_and_asleep,
     ):
+        """Make it. After a pause of `slept_seconds` by the clock `since_boot`, `run` ends, to start again.
+
+        A machine that slept would judge by its old stake what the others certified meanwhile, and take it from them.
+        """
         self._machine = machine
         self._effects = effects
         self._queue = queue
@@ -56,6 +71,8 @@ class RoundDriver:
         self._timings = timings
         self._status = status
         self._clock = clock
+        self._slept_seconds = slept_seconds
+        self._since_boot = since_boot
         self._tick_is_queued = False
 
     @property
@@ -112,14 +129,17 @@ class RoundDriver:
         pump, ticks = asyncio.ensure_future(self._pump()), asyncio.ensure_future(self._tick())
         try:
             await asyncio.wait([pump, ticks], return_when=asyncio.FIRST_COMPLETED)
-            if ticks.done():
-                ticks.result()  # raises: the ticks never end by themselves
-            return pump.result()
+            return ticks.result() if ticks.done() else pump.result()
         finally:
             await cancel_and_wait([pump, ticks])
 
-    async def _tick(self) -> None:
+    async def _tick(self) -> actions.Finished:
+        """Queue ticks until this process or machine has slept. Return that it is to start again."""
+        seen = self._since_boot()
         while True:
+            slept, seen = self._since_boot() - seen, self._since_boot()
+            if slept > self._slept_seconds:
+                return actions.Finished(f"this peer was asleep for {slept:.0f} s, and the others went on", again=True)
             left = self._machine.next_tick - self._clock()
             await asyncio.sleep(min(MAX_TICK_SECONDS, max(MIN_TICK_SECONDS, left)))
             if self._machine.next_tick <= self._clock() and not self._tick_is_queued:

@@ -24,9 +24,6 @@ SECOND_SECONDS = 2.0
 ANSWER_MARGIN_SECONDS = 1e-6
 """Seconds beyond the time for an answer before the request counts as failed."""
 
-LATE_PATIENCES = 3
-"""Times `member_seconds` without news after which a run without stake begins though others claim to be ahead."""
-
 MAX_PATIENCES = 10
 """Upper bound on joining, in multiples of `member_seconds`: a chain of thousands of rounds takes minutes. Otherwise an
 admitted peer could hold a newcomer with records that lead nowhere. A peer that `is_left_behind` waits on."""
@@ -219,9 +216,10 @@ class JoinTimer:
         return (not ahead and (equal or waited)) or deadlines.due("joining at last", at_last)
 
     def is_late(self, deadlines: Deadlines) -> bool:
-        """Return whether nothing has arrived for LATE_PATIENCES times `member_seconds`."""
-        late_at = max(self._wait_until, self._grew) + LATE_PATIENCES * self._member_seconds
-        return deadlines.due("joining late", late_at)
+        """Return whether nothing has arrived for MAX_PATIENCES times `member_seconds`, or little for twice as long."""
+        longest = MAX_PATIENCES * self._member_seconds
+        grew = min(self._grew, self._wait_until + longest)
+        return deadlines.due("joining late", max(self._wait_until, grew) + longest)
 
     def is_stalled(self, now: float) -> bool:
         """Return whether nothing has arrived for `member_seconds`: at first, and then once in SAID_AGAIN_SECONDS."""
@@ -235,14 +233,17 @@ def is_left_behind(chain: Chain, members: Iterable[Member], me: PeerKey, *, is_l
     """Return whether most members have records that this tree has never had, by stake at the head.
 
     A peer that began to train then would make a chain of its own, which nobody follows. While nobody has stake, most
-    are counted; those at a known head that are still joining do not count then, since they may be left behind too. Once
-    it `is_late`, all count, and we: or else one key with an invented head would keep a young run from its first round.
+    are counted; those at a known head that are still joining do not count then, since they may be left behind too.
+
+    Once it `is_late`, one key alone holds nobody back, nor do few: or else they would keep a young run from its first
+    round. Then stake counts where no key could make it by records of its own.
     """
     members = list(members)
     ahead = {m.key for m in members if not chain.has_seen(m.beat.head)}
-    decided = is_majority(chain.stakes(chain.head), ahead, {m.key for m in members} | {me})
+    stakes = chain.stakes(chain.fork_choice_root if is_late else chain.head)
+    decided = is_majority(stakes, ahead, {m.key for m in members} | {me})
     if decided is not None:
         return decided
     if is_late:
-        return 2 * len(ahead) > len(members) + 1
+        return len(ahead) > 1 and 3 * len(ahead) > len(members)
     return 2 * len(ahead) > sum(m.key in ahead or m.beat.phase != "joining" for m in members)
