@@ -303,8 +303,8 @@ class TrainerClient:
             case channel.Note(level, _, text):
                 log.log(LEVELS[level], "%s", text)
             case channel.Ready():
-                if self._supervisor is not None:
-                    self._start = self._supervisor.start  # after a rest, too, it asks for the GPU that it has found
+                if message.on_gpu and self._start is not None and self._start.device == "auto":
+                    self._start = replace(self._start, device="cuda")  # after a rest, too: see `TrainerSupervisor`
                 self.store.lend(message.disk)
                 if self._orders is not None:
                     self.tasks.spawn(self._send_orders(), "orders")

@@ -384,7 +384,7 @@ def test_without_the_fork_choice_by_stake_private_claims_end_a_run(monkeypatch):
 
 
 def test_without_support_a_lone_certifier_takes_all_rounds(monkeypatch):
-    monkeypatch.setattr(Consensus, "is_supported", lambda *_: True)
+    monkeypatch.setattr(Consensus, "is_supported", lambda *_, **__: True)
     with pytest.raises(Broken, match="100% of the windows"):
         check_share(Siege([FrontRunner]).run(), 1 / 5)
 
@@ -397,7 +397,7 @@ def test_without_a_bound_claims_in_heartbeats_end_each_round_at_once(monkeypatch
 
 @pytest.mark.long
 def test_without_support_lone_records_keep_others_out(monkeypatch):
-    monkeypatch.setattr(Consensus, "is_supported", lambda *_: True)
+    monkeypatch.setattr(Consensus, "is_supported", lambda *_, **__: True)
     damage = Siege([partial(SiblingMaker, count=100)]).run()
     with pytest.raises(Broken, match="is listed in"):
         check_listed(damage, 0.9)

@@ -199,7 +199,9 @@ class Flooded(Second):
 def test_replays_of_certificates_without_support_are_no_work(monkeypatch):
     b, asked = Flooded(), []
     is_supported = Consensus.is_supported
-    monkeypatch.setattr(Consensus, "is_supported", lambda *args: asked.append(args) or is_supported(*args))
+    monkeypatch.setattr(
+        Consensus, "is_supported", lambda *args, **kwargs: asked.append(args) or is_supported(*args, **kwargs)
+    )
     for i in range(1000):
         b.step(ev.CertificateReceived(b.flood[i % len(b.flood)], COALITION[0]))
         assert not b.of(do.StoreCertificate)
