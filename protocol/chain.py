@@ -428,7 +428,7 @@ class Chain:
         record that both have is in this tree: then `certificates_after` has what follows it. Nor are there for one that
         knows no record of ours: a newcomer names the genesis.
         """
-        start = 0
+        start, have = 0, tuple(have)
         for digest in have:
             if digest in self._nodes:
                 return ()
@@ -436,7 +436,8 @@ class Chain:
                 start = height
                 break
         else:
-            return ()
+            if have:
+                return ()
         first, last = start + 1, min(start + count, self._root.height)
         return tuple(
             (Round(height - 1), self._below.at(height) if height < len(self._below) else self._root.digest)

@@ -52,7 +52,8 @@ def test_what_training_holds_is_what_was_estimated(optimizer, outer):
     spec = spec_of(optimizer, outer)
     backend = SingleProcessBackend(spec, CPU, lambda: None)
     layout, side = spec.model.layout, backend.outer
-    side.base = {t.name: torch.zeros(t.shape) for t in state_layout(layout, spec.outer).tensors}
+    drawn = torch.Generator().manual_seed(1)  # of zeros the gradient is 0, and such a step is skipped
+    side.base = {t.name: 0.1 * torch.randn(t.shape, generator=drawn) for t in state_layout(layout, spec.outer).tensors}
     side.rebase()
     step = backend.inner.forward_backward(torch.zeros((4, 17), dtype=torch.int32))
     assert step is not None
