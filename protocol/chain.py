@@ -435,9 +435,8 @@ class Chain:
             if (height := self._below.height(digest)) is not None:
                 start = height
                 break
-        else:
-            if have:
-                return ()
+        if have and not start and self.genesis not in have:
+            return ()
         first, last = start + 1, min(start + count, self._root.height)
         return tuple(
             (Round(height - 1), self._below.at(height) if height < len(self._below) else self._root.digest)

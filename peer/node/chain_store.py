@@ -33,6 +33,9 @@ SIDE = 1024
 OWN_REMEMBERED = 1024
 """Messages of each kind that are remembered while the store is read: admissions come again in each record."""
 
+MAX_WAITING = 8
+"""Answers from the disk that wait at once. Each takes a second at most, and its asker waits for 15 s."""
+
 SWEEP_EVERY = 256
 """Certificates stored between two searches for those that nobody needs."""
 
@@ -51,6 +54,9 @@ class ChainStore:
         self._stored = 0
         self._reading = asyncio.Lock()
         """One answer at a time is read from the disk: anybody may ask."""
+
+        self._waiting = 0
+        """Answers that are read from the disk, or wait for that."""
 
         self._side: BoundedDict[Digest, Round] = BoundedDict(SIDE)
         """Newest certificates beside the head's path, which a power cut may lose."""
@@ -144,15 +150,14 @@ class ChainStore:
     async def answer(self, request: wire.ChainRequest) -> wire.ChainReply:
         """Return the certificates that the requester is missing, from memory or, if they are older, from the disk.
 
-        Raises ProtocolError for a malformed request, and when the next certificate is missing here.
+        Raises ProtocolError for a malformed request, when the next certificate is missing here, and when too many ask.
         """
         if bytes(request.run) != self._spec.run_id or len(request.locator) > MAX_HAVE:
             raise MalformedError("a chain request of another run, or with too long a list")
         chain = self.chain
         have = [Digest(d) for d in islice(request.locator, MAX_HAVE)]
         if older := chain.older_records_after(have, count=REPLY_CERTIFICATES):
-            async with self._reading:
-                found, more = await asyncio.to_thread(self._read_answer, older), True
+            found, more = await self._from_disk(older), True
             if not found:
                 raise ChainError(f"the certificate of round {older[0][0]} is not here any more: others have it")
         else:
@@ -164,6 +169,16 @@ class ChainStore:
             more=more,
             directive=chain.newest_directive.encoded if chain.newest_directive is not None else b"",
         )
+
+    async def _from_disk(self, older: Sequence[tuple[Round, Digest]]) -> list[bytes]:
+        if self._waiting >= MAX_WAITING:
+            raise ChainError("too many ask for old certificates at once: others have them, or ask again")
+        self._waiting += 1
+        try:
+            async with self._reading:
+                return await asyncio.to_thread(self._read_answer, older)
+        finally:
+            self._waiting -= 1
 
     async def certificates_after(self, record: Digest, limit: int) -> Sequence[Certificate] | None:
         """Return the certificates after a record on the head's path, oldest first, also from the disk: at most `limit`.

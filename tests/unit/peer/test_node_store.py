@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -308,6 +309,17 @@ async def test_a_newcomer_gets_from_the_disk_what_the_tree_has_dropped(old):
     assert await given(log, genesis) == (encoded(made, 0, 7), True)
     assert await given(log) == await given(log, Digest(b"?" * 32), genesis) == (encoded(made, 0, 7), True)
     assert await given(log, made.certificates[7].digest, genesis) == (encoded(made, 8, 11), False)
+
+
+async def test_who_knows_none_of_the_records_gets_none_and_of_many_that_ask_at_once_some_are_sent_away(old):
+    log, _ = old
+    with pytest.raises(ChainError):
+        await given(log, Digest(b"?" * 32))
+    asked = [given(log, log.chain.genesis) for _ in range(3 * module.MAX_WAITING)]
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    refused = [a for a in answers if isinstance(a, ChainError)]
+    assert len(refused) == 2 * module.MAX_WAITING and all("ask again" in str(e) for e in refused)
+    assert (await given(log, log.chain.genesis))[0], "there is room again"
 
 
 async def test_who_was_away_goes_on_from_an_old_record(old):
