@@ -44,7 +44,7 @@ class Phase(str, Enum):
         return self.value
 
 
-JOINED = "a member whose head we know, or the time for joining is over"
+JOINED = "a member past joining whose head we know, or the time for joining is over"
 STATE_REACHED = "`StateReached`"
 STATE_LOST = "`SyncFailed`, a contradicted state, or the record of the state left the chain"
 ANNOUNCED = "own header broadcast, or received from before a crash"
