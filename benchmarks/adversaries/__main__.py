@@ -102,7 +102,7 @@ def goals(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     failed = sum(h["verdicts"]["failed"] for h in results["honest"])
     goal(
         "honest updates called bad: at most 1 of 10,000, of 10,000 or more",
-        f"{failed} of {compared}",
+        f"{failed} of {compared} replays, of {sum(h['updates'] for h in results['honest'])} updates",
         compared >= 10_000 and failed * 10_000 <= compared,
     )
     defended = [r for r in runs if r["defences"] == "all"]

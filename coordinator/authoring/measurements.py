@@ -16,6 +16,8 @@ FINE_TUNING = "docs/results/finetune.md"
 
 LARGEST_MEASURED = 131_904
 """Parameters of the largest model behind the figures."""
+MEASURED_PEERS = 4
+"""Peers in each comparison behind the figures."""
 
 
 @dataclass(frozen=True, slots=True)

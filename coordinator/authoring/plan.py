@@ -421,6 +421,11 @@ def _cautions(q: PlanInputs, cost: Cost, rounds: int) -> Iterator[str]:
             f"losses were measured on models of up to {measurements.LARGEST_MEASURED / 1e6:.2g} million parameters: "
             "on yours expect their order rather than their size"
         )
+    if q.peers > measurements.MEASURED_PEERS:
+        yield (
+            f"losses were measured with {measurements.MEASURED_PEERS} peers: expect more with {q.peers}, as 8 fell "
+            f"further behind one process than 4 ({measurements.FINE_TUNING})"
+        )
 
 
 def _within(field: str, value: float, least: float, most: float, unit: str = "") -> None:
