@@ -235,8 +235,8 @@ def is_left_behind(chain: Chain, members: Iterable[Member], me: PeerKey, *, is_l
     A peer that began to train then would make a chain of its own, which nobody follows. While nobody has stake, most
     are counted; those at a known head that are still joining do not count then, since they may be left behind too.
 
-    Once it `is_late`, one key alone holds nobody back, nor do few: or else they would keep a young run from its first
-    round. Then stake counts where no key could make it by records of its own.
+    Once it `is_late`, only most of all keys hold anybody back: or else fewer with invented heads would keep a young run
+    from its first round. Then stake counts where no key could make it by records of its own.
     """
     members = list(members)
     ahead = {m.key for m in members if not chain.has_seen(m.beat.head)}
@@ -245,5 +245,5 @@ def is_left_behind(chain: Chain, members: Iterable[Member], me: PeerKey, *, is_l
     if decided is not None:
         return decided
     if is_late:
-        return len(ahead) > 1 and 3 * len(ahead) > len(members)
+        return 2 * len(ahead) > len(members) + 1  # we too
     return 2 * len(ahead) > sum(m.key in ahead or m.beat.phase != "joining" for m in members)

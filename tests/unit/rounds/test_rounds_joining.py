@@ -98,10 +98,10 @@ def test_a_peer_is_left_behind_when_most_members_have_other_records():
     assert left_behind(1, 0) and left_behind(3, 2) and not left_behind(2, 2)
 
 
-def test_one_key_with_an_invented_head_keeps_a_young_run_from_beginning_for_a_while_only():
+def test_no_minority_of_keys_with_invented_heads_keeps_a_young_run_from_beginning_for_a_while_only():
     assert not left_behind(1, 0, joining=5, is_late=True) and not left_behind(1, 0, is_late=True)
-    assert left_behind(2, 0, joining=3, is_late=True), "two of five may be right: their chain would be taken back"
-    assert not left_behind(2, 0, joining=4, is_late=True)
+    assert left_behind(3, 0, joining=1, is_late=True), "most may be right: their chain would be taken back"
+    assert not left_behind(2, 0, joining=2, is_late=True) and not left_behind(3, 1, joining=1, is_late=True)
     assert left_behind(1, 4, stakes={OTHERS[0]: 1}, is_late=True), "stake decides without an end"
     b = Bench(ready=False, alone=False)
     stranger = Digest(sha256(b"an invented head"))
