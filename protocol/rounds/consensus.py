@@ -107,10 +107,11 @@ class Consensus:
 
     def abandon(self) -> None:
         """Close the round: its parent has left the chain."""
+        self.stop_exchange()
         if self.round is not None:
             self._revision = self.round.revision + 1
         self._context.members.stop_watching()
-        self.round = None
+        self.round = self.exchange = self._awaited_members = None
 
     def stop_exchange(self) -> None:
         """Stop work on the round's proposals: it is decided, or our state is lost."""

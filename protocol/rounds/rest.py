@@ -59,7 +59,6 @@ class RestSteps:
         if not context.is_resting:
             return False
         if context.observer:
-            self._consensus.stop_exchange()
             self._consensus.abandon()
         # Otherwise the round of our last update is still open. Its header stands: a second one would contradict it.
         context.end_rest()
@@ -83,7 +82,6 @@ class RestSteps:
             context.emit(ReleaseTrainer())
         if self._is_voting:
             return False
-        self._consensus.stop_exchange()
         self._consensus.abandon()
         for action in context.blobs.request({}, self._consensus.holders, context.deadlines):
             context.emit(action)

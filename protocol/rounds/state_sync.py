@@ -215,6 +215,7 @@ class StateSync:
         if self.sync_target is not None and self.sync_target not in self._context.chain:
             # Not awaited: it may need blobs that nobody keeps any more.
             self.sync_target = self.applied = None
+        self._needed.clear()  # a rollback to the head changes no other part of its keys
         self._failures, self._retry_at, self._waiting = 0, 0.0, None
 
     # -- updates ---------------------------------------------------------------------------------------------
