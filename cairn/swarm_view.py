@@ -34,9 +34,6 @@ from protocol.state import state_layout
 
 log = logging.getLogger("cairn.observer")
 
-FETCH_SECONDS = 120.0
-"""Maximum seconds to fetch a checkpoint."""
-
 DIRECTIVE_SECONDS = 20.0
 """Maximum seconds until the observer's own chain has a new directive."""
 
@@ -214,11 +211,10 @@ class ObserverView:
         if there is not None and there.state != state and self._is_the_runs(there):
             raise CairnError("another state of that round is final: what the swarm shows now is not all of the run")
         size = state_layout(self._spec.model.layout, self._spec.outer).checkpoint_size
-        network = self._node.network
         proof = self._proof_of_last_state(record, state)
         if not self._node.store.has(state):
             await asyncio.to_thread(self._archive.free_space, size)
-        await network.fetch_blob(state, size, network.providers(state=state), deadline_seconds=FETCH_SECONDS)
+        await self._node.work.jobs.files.checkpoint(state)
         # While a full disk prevents the rest, nothing else protects a run's last state, and its peers may be gone.
         await self._node.keep_checkpoint(state)
         store = self._node.store

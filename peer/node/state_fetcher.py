@@ -14,6 +14,7 @@ from pathlib import Path
 
 from peer.channel import RoundUpdates, UpdateFile
 from peer.errors import PeerError
+from peer.node.base_model import LEAST_RATE
 from peer.node.network import Network
 from peer.node.round_blob_fetcher import BlobFormat, RoundBlobFetcher
 from peer.node.shard_reducer import ShardReducer
@@ -30,6 +31,7 @@ AT_ONCE = 32
 """Blobs that are requested at the same time: a round may have a thousand shards."""
 
 CHECKPOINT_SECONDS = 600.0
+"""Maximum seconds to fetch a checkpoint; a large one has as many as LEAST_RATE needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +54,10 @@ class StateFetcher:
     network: Network
     updates: RoundBlobFetcher
     reducer: ShardReducer
-    checkpoint_seconds: float = CHECKPOINT_SECONDS
 
     def __post_init__(self) -> None:
         self.checkpoint_bytes = state_layout(self.spec.model.layout, self.spec.outer).checkpoint_size
+        self.checkpoint_seconds = max(CHECKPOINT_SECONDS, self.checkpoint_bytes / LEAST_RATE)
         self._turns = asyncio.Semaphore(AT_ONCE)
 
     def allow_for(self, bytes_per_second: float) -> None:
