@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice, takewhile
-from typing import Any
+from typing import Any, TypeVar
 
 from peer.store import Store, StoreError
 from protocol.bounded import BoundedDict
@@ -19,6 +19,9 @@ from protocol.spec import RunSpec
 from protocol.wire import swarm_pb2 as wire
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Records = Sequence[tuple[Round, Digest]]
 
 FINALIZATION, PENDING, DIRECTIVE, HEADER = "finalization", "pending-finalization", "directive", "update-header"
 """Names of the values in the store."""
@@ -170,15 +173,23 @@ class ChainStore:
             directive=chain.newest_directive.encoded if chain.newest_directive is not None else b"",
         )
 
-    async def _from_disk(self, older: Sequence[tuple[Round, Digest]]) -> list[bytes]:
+    async def _from_disk(self, older: Records) -> list[bytes]:
         if self._waiting >= MAX_WAITING:
             raise ChainError("too many ask for old certificates at once: others have them, or ask again")
         self._waiting += 1
         try:
-            async with self._reading:
-                return await asyncio.to_thread(self._read_answer, older)
+            return await self._in_turn(self._read_answer, older)
         finally:
             self._waiting -= 1
+
+    async def _in_turn(self, read: Callable[[Records], T], older: Records) -> T:
+        """Read in a thread, one request after another. A thread does not end with its request, which then waits."""
+        async with self._reading:
+            reading = asyncio.ensure_future(asyncio.to_thread(read, older))
+            try:
+                return await asyncio.shield(reading)
+            finally:
+                await asyncio.wait([reading])
 
     async def certificates_after(self, record: Digest, limit: int) -> Sequence[Certificate] | None:
         """Return the certificates after a record on the head's path, oldest first, also from the disk: at most `limit`.
@@ -188,8 +199,7 @@ class ChainStore:
         if not self.chain.is_below_root(record):
             return self.chain.main_chain_after(record, limit)
         older = self.chain.older_records_after([record], count=limit)
-        async with self._reading:
-            found = await asyncio.to_thread(self._read_decoded, older)
+        found = await self._in_turn(self._read_decoded, older)
         if len(found) < len(older):
             return None
         if len(found) == limit:
@@ -197,7 +207,7 @@ class ChainStore:
         rest = await self.certificates_after(older[-1][1], limit - len(found))
         return None if rest is None else [*found, *rest]
 
-    def _read(self, records: Sequence[tuple[Round, Digest]]) -> Iterator[bytes]:
+    def _read(self, records: Records) -> Iterator[bytes]:
         """Yield these certificates from the disk, up to the first that is not what it should be."""
         for round_, digest in records:
             try:
@@ -209,7 +219,7 @@ class ChainStore:
                 return
             yield data
 
-    def _read_answer(self, records: Sequence[tuple[Round, Digest]]) -> list[bytes]:
+    def _read_answer(self, records: Records) -> list[bytes]:
         """Return as many of these certificates as fill an answer, at least one if the first is here."""
         found: list[bytes] = []
         size = 0
@@ -220,7 +230,7 @@ class ChainStore:
             found.append(data)
         return found
 
-    def _read_decoded(self, records: Sequence[tuple[Round, Digest]]) -> list[Certificate]:
+    def _read_decoded(self, records: Records) -> list[Certificate]:
         decoder = self._decoder_of_own()
         return [decoder.decode_certificate(data) for data in self._read(records)]
 

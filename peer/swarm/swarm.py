@@ -401,7 +401,11 @@ class Swarm:
         self._limiter.check_answers(sender)
         reply = self._handlers.on_chain_request(sender, request)
         if inspect.isawaitable(reply):
-            reply = await reply
+            try:
+                reply = await reply
+            except asyncio.CancelledError:
+                self._limiter.charge_answer(sender, MAX_PACKET)  # it was read, perhaps, and nobody takes it
+                raise
             self._limiter.check_answers(sender)  # others of its answers may have been charged meanwhile
         if reply.ByteSize() > MAX_PACKET:
             raise PacketTooLarge(f"the reply has {reply.ByteSize():,} bytes: at most {MAX_PACKET:,} fit into one")

@@ -31,7 +31,8 @@ class Search(Generic[P]):
         self._drawn = [node for node in drawn if node != me]
         self._distance: dict[P, int] = {}
         self._asked = {me}
-        self._answered: set[P] = set()
+        self._answered: dict[P, None] = {}
+        """Nodes in the order of their answers, by which `found` ranks those that give themselves the same id."""
         self._name(known)
 
     @property
@@ -49,7 +50,7 @@ class Search(Generic[P]):
 
     def note_answer(self, node: P, node_id: int, named: Mapping[P, int]) -> None:
         """Note that a node that was asked gave its id and the ids of others; the nearest of these are asked in turn."""
-        self._answered.add(node)
+        self._answered[node] = None
         self._distance[node] = self._key ^ node_id
         self._name(
             {other: named[other] for other in heapq.nsmallest(NEAREST, named, key=lambda n: self._key ^ named[n])}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -320,6 +321,27 @@ async def test_who_knows_none_of_the_records_gets_none_and_of_many_that_ask_at_o
     refused = [a for a in answers if isinstance(a, ChainError)]
     assert len(refused) == 2 * module.MAX_WAITING and all("ask again" in str(e) for e in refused)
     assert (await given(log, log.chain.genesis))[0], "there is room again"
+
+
+async def test_requests_that_are_taken_back_have_no_more_than_one_read_at_once(old, store, monkeypatch):
+    """A thread reads on when its request is cancelled, and a stranger can cancel as often as it asks."""
+    log, _ = old
+    begun, may_end, real = threading.Semaphore(0), threading.Event(), store.certificate
+
+    def certificate(*a):
+        begun.release()
+        assert may_end.wait(60)
+        return real(*a)
+
+    monkeypatch.setattr(store, "certificate", certificate)
+    for _ in range(3):
+        asked = asyncio.create_task(given(log, log.chain.genesis))
+        await asyncio.sleep(0.05)
+        asked.cancel()
+    assert begun.acquire(timeout=60) and not begun.acquire(timeout=0.2), "the second waits for the first one's thread"
+    may_end.set()
+    monkeypatch.setattr(store, "certificate", real)
+    assert (await given(log, log.chain.genesis))[0]
 
 
 async def test_who_was_away_goes_on_from_an_old_record(old):
