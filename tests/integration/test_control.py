@@ -328,7 +328,8 @@ async def test_an_order_that_comes_while_a_rollback_asks_stays_in_force(tmp_path
     kept, undone = (Pardon(peer(2).key, Round(n)) for n in (1, 2))
     ban = word(5, banned=(peer(1).key,), reason="sends noise", pardons=(kept, undone))
     async with running(tmp_path, swarm=swarm) as (coordinator, _):
-        loop = asyncio.get_running_loop()
+        loop, clock = asyncio.get_running_loop(), coordinator.control.clock
+        monkeypatch.setattr(coordinator.control, "clock", lambda: clock() + 3600)  # no member has answered meanwhile
 
         async def order_ban() -> None:
             async with client(coordinator) as c:

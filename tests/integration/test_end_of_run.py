@@ -12,7 +12,7 @@ import pytest
 from coordinator.checkpoints.archive import ArchivedState
 from coordinator.checkpoints.copies import file_reader
 from coordinator.checkpoints.verification import verify_checkpoint
-from peer.node import end_of_run
+from peer.node import end_of_run, last_member
 from peer.node.enrollment import Enrollment, RunIsOver
 from peer.store import Store
 from protocol.rounds import departure
@@ -40,6 +40,7 @@ CREDIT = {"hold_rounds": 1}
 async def make(tmp_path: Path, monkeypatch) -> AsyncIterator[Callable[..., CoordinatedWorld]]:
     monkeypatch.setattr(departure, "QUIET_SECONDS", 0.5)
     monkeypatch.setattr(end_of_run, "POLL_SECONDS", 0.2)
+    monkeypatch.setattr(last_member, "MAX_STAY_SECONDS", 2.0)  # for a coordinator that is away
     worlds: list[CoordinatedWorld] = []
 
     def make(**fields: Any) -> CoordinatedWorld:

@@ -116,7 +116,7 @@ def test_a_peer_with_most_of_the_stake_that_was_away_follows_what_the_others_cer
     assert world.deepest == 0 and damage.rounds > 3
 
 
-@pytest.mark.parametrize("spare", [2, 8])
+@pytest.mark.parametrize("spare", [2, *long_cases(8)])
 def test_headers_that_invent_a_state_have_nobody_load_one(spare):
     check_all(Siege([partial(Drifter, spare=spare)]).run(), 4, 1)
 
@@ -214,7 +214,7 @@ def test_a_key_that_keeps_every_second_round_waiting_is_soon_awaited_no_more(per
     check_listed(damage, 0.9)
 
 
-@pytest.mark.parametrize("strategy", [NeverVotes, Withholding, Censor])
+@pytest.mark.parametrize("strategy", [Censor, *long_cases(NeverVotes, Withholding)])
 def test_half_of_the_keys_moves_nobody_and_does_not_stop_rounds(strategy):
     damage = Siege([strategy] * 3, honest=3, seed=3).run()
     check_history(damage)
@@ -244,7 +244,7 @@ def keys(siege: Siege, *, honest: bool) -> set[PeerKey]:
     return {node.key for node in siege.world.nodes if node.honest is honest}
 
 
-@pytest.mark.parametrize("honest, attackers, late", [(4, 1, False), (8, 2, False), (4, 1, True)])
+@pytest.mark.parametrize("honest, attackers, late", [(4, 1, False), *long_cases((8, 2, False)), (4, 1, True)])
 def test_claims_in_heartbeats_make_rounds_half_as_long_at_most(honest, attackers, late):
     damage = Siege([partial(Hurrier, late=late)] * attackers, honest=honest).run()
     assert damage.seconds_a_round > 0.5 * usual(honest + attackers)

@@ -63,6 +63,7 @@ def test_the_sparse_variant_is_what_the_codec_and_the_outer_step_do(setting: Set
     assert ours.payload == variant.payload + headers
 
 
+@pytest.mark.long
 def test_the_studies_base_is_what_the_trainer_does(setting: Setting):
     ours = trained(Cairn(setting, LR, **{**STATELESS, "h": 4}))
     variant = trained(Variant(setting, LR, **{**BASE, "h": 4}))
@@ -78,7 +79,7 @@ def test_an_update_is_counted_as_many_bytes_as_it_has(setting: Setting):
     assert ours.up == 3 * 2 * codec.size
 
 
-@pytest.mark.parametrize("changes", [{**SIGNS, "h": 4}, *long_cases({"h": 4, "k": 256})], ids=["signs", "largest"])
+@pytest.mark.parametrize("changes", long_cases({**SIGNS, "h": 4}, {"h": 4, "k": 256}), ids=["signs", "largest"])
 def test_reduced_rounds_lead_nearly_where_gathered_ones_do_for_their_own_bytes(setting: Setting, changes):
     gathered = trained(Cairn(setting, LR, **changes))
     ours = Cairn(setting, LR, **changes, reduce=True)
@@ -102,6 +103,7 @@ def test_diloco_of_one_peer_with_a_plain_outer_step_is_that_peer_alone(setting: 
     assert apart(single, diloco, trained(Alone(single, LR))) < 0.01
 
 
+@pytest.mark.long
 def test_diloco_with_a_plain_outer_step_is_cairn_without_compression(setting: Setting, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Setting, "factor", lambda self, done: 0.5)  # else one warms up by step, the other by round
     diloco = trained(DiLoCo(setting, LR, h=4, outer_lr=1.0, momentum=0.0))
@@ -168,6 +170,7 @@ def after_one_round(setting: Setting, **choice) -> tuple[Tensor, Tensor, Tensor]
     return start, own, method.state()
 
 
+@pytest.mark.long
 def test_a_restored_mean_has_the_mean_of_the_norms_in_each_tensor(setting: Setting):
     start, own, state = after_one_round(setting, restore=True)
     _, _, plain = after_one_round(setting)
@@ -182,6 +185,7 @@ def test_a_restored_mean_has_the_mean_of_the_norms_in_each_tensor(setting: Setti
             assert torch.cosine_similarity(moved.flatten(), mean.flatten(), dim=0) > 0.999
 
 
+@pytest.mark.long
 def test_a_missed_update_is_in_its_authors_feedback_until_one_is_accepted(setting: Setting):
     choice = {"h": 2, "k": 4096, "quantiser": "fp32", "beta": 0.5, "clip": False}
     method = Variant(setting, LR, misses=0.5, **choice)
@@ -196,6 +200,7 @@ def test_a_missed_update_is_in_its_authors_feedback_until_one_is_accepted(settin
     assert not trained(never).e.any()
 
 
+@pytest.mark.long
 def test_each_fragment_of_a_stream_is_clipped_to_its_own_norms(setting: Setting):
     method = Variant(setting, LR, h=4, k=4096, fragments=4, overlap=1)
     trained(method)
