@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -38,6 +39,11 @@ class Pace:
         """Allow these bytes a second from now on; 0: any number."""
         if rate != (0 if self._bucket is None else self._bucket.rate):
             self._bucket = TokenBucket(rate, rate, self._clock()) if rate else None
+
+    @property
+    def rate(self) -> float:
+        """The bytes a second that are allowed; infinite without a bound."""
+        return math.inf if self._bucket is None else self._bucket.rate
 
     async def take(self, size: int) -> None:
         """Wait until these bytes may go."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -14,6 +15,10 @@ from protocol.token_bucket import TokenBucket
 
 BURST_SECONDS = 2
 """A burst is what a rate allows in this time."""
+
+
+STRANGERS_SHARE = 0.25
+"""The part of the uplink that a user allows which answers to strangers take at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,8 @@ class RateLimiter:
 
     limits: CallLimits = field(default_factory=CallLimits)
     is_known: Callable[[PeerKey], bool] = lambda sender: True
+    uplink: Callable[[], float] = lambda: math.inf
+    """Bytes a second that the user allows for blobs. Beside these, answers to strangers take a quarter of that."""
     strangers: Strangers | None = None
     """The use that all strangers made together; None before the first call."""
     _senders: OrderedDict[PeerKey, _Sender] = field(default_factory=OrderedDict)
@@ -112,7 +119,7 @@ class RateLimiter:
         now = time.monotonic() if now is None else now
         self._sender(sender, now).volume.charge(size)
         if (strangers := self._shared(sender, now)) is not None:
-            strangers.answers.charge(size)
+            strangers.answers.charge(size * max(1.0, strangers.answers.rate / (STRANGERS_SHARE * self.uplink())))
 
     def check_answers(self, sender: PeerKey, *, now: float | None = None) -> None:
         """Raise TooBusy if the sender is a stranger, and strangers were sent too much: before an answer."""

@@ -176,7 +176,8 @@ class Swarm:
         `connect` may be called again at any time. Raises SwarmStartError.
         """
         limits = limits or SwarmLimits()
-        limiter = RateLimiter(limits.calls, handlers.is_known)
+        paces = paces or Paces()
+        limiter = RateLimiter(limits.calls, handlers.is_known, lambda: paces.up.rate)
         transport = await Libp2pTransport.start(
             identity, listen=listen, announce=announce, folder=folder, limiter=limiter, start_seconds=start_seconds
         )

@@ -246,8 +246,8 @@ class RoundState:
     def claimed_by_another(self, header: Signed[UpdateHeader], *, listed: bool) -> PeerKey | None:
         """Return the other author that announced the blob of a new header before: the first claim counts.
 
-        A claim gives way, and its header is forgotten here, to one that came by itself if only a record lists it, or
-        if its author alone has no stake: a key that costs nothing may be nearer to us than the author that it copies.
+        A claim gives way, and its header is forgotten here, to one that came by itself in two cases. Only a record
+        lists it, or its author alone has no stake: a key that costs nothing may be nearer to us than whom it copies.
         Another second claim makes the blob disputed: one blob for each author, and none by one that alone has no stake.
         Or else a single key would dispute the updates of all.
         """

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 from peer.swarm import PeerUnreachable, SwarmStartError
 from peer.swarm.addresses import announceable, dial_addresses, parse_address, quic_beside
 from peer.swarm.libp2p.daemon import Daemon, start_daemon
+from peer.swarm.pace import Pace
 from peer.swarm.rate_limiter import CallLimits, RateLimiter, TooBusy
 from protocol.errors import MalformedError
 from protocol.ids import PeerKey
@@ -273,6 +275,27 @@ def test_strangers_have_but_a_part_of_the_calls_whatever_keys_they_make():
         pass
     with limiter.admit(strangers[2], 1, now=11.1):
         pass  # the debt was one burst
+
+
+def test_strangers_are_answered_with_a_quarter_of_what_the_user_lets_up_and_it_may_change():
+    pace, stranger = Pace(), PeerKey(bytes(32))
+    limits = CallLimits(strangers_answer_bytes_per_second=1000)
+    limiter = RateLimiter(limits, lambda key: False, lambda: pace.rate)
+
+    def sent(begun: float, seconds: float) -> int:
+        """Return the bytes of the answers of 100 bytes that are given in this time."""
+        given, now = 0, begun
+        while now < begun + seconds:
+            with suppress(TooBusy):
+                limiter.check_answers(stranger, now=now)
+                limiter.charge_answer(stranger, 100, now=now)
+                given += 100
+            now += 0.05
+        return given
+
+    for begun, rate, usual in ((0.0, 0, 1000), (1000.0, 400, 100), (2000.0, 0, 1000), (3000.0, 10**6, 1000)):
+        pace.set_rate(rate)
+        assert 0.9 < sent(begun, 100.0) / (102 * usual) < 1.1, rate
 
 
 def test_keys_that_are_used_once_share_a_rate_of_calls():

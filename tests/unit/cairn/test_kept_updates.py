@@ -54,7 +54,7 @@ class Kept(Observed):
         return {u.body.blob: SIZE for u in certificate.record.body.updates}
 
     async def checkpoint(self, state: Digest) -> None:
-        """Every checkpoint comes."""
+        """Do nothing: every checkpoint comes."""
 
     async def round_files(self, certificate: Certificate) -> None:
         number = certificate.record.body.round
