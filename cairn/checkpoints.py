@@ -33,7 +33,7 @@ from peer.node.snapshot import MAX_SNAPSHOT, parse_snapshot
 from peer.store.blobs import blob_file
 from protocol.directive_codec import MAX_DIRECTIVE_ENVELOPE
 from protocol.envelope import open_envelope
-from protocol.errors import CairnError, MalformedError
+from protocol.errors import CairnError, MalformedError, os_reason
 from protocol.ids import Digest, PeerKey, RunId, sha256
 from protocol.invite import Invite
 from protocol.merkle import blob_digest
@@ -110,7 +110,7 @@ def find_checkpoint(
     try:
         return _find_checkpoint(path, spec_file, run, report)
     except OSError as e:
-        raise ExportError(f"{path}: cannot be read: {e.strerror or e}: {WANTED}") from None
+        raise ExportError(f"{path}: cannot be read: {os_reason(e)}: {WANTED}") from None
 
 
 def _find_checkpoint(
@@ -178,7 +178,7 @@ def read_spec(path: Path) -> RunSpec:
             return parse_spec(data)
         return open_spec(data, RunId(blob_digest(open_envelope(data, KIND, limit=MAX_SPEC + 1024).payload)))
     except OSError as e:
-        raise ExportError(f"{path}: cannot be read: {e.strerror or e}: name a run's spec.json or spec.signed") from None
+        raise ExportError(f"{path}: cannot be read: {os_reason(e)}: name a run's spec.json or spec.signed") from None
     except CairnError as e:
         why = " ".join(str(e).split())[:200]
         raise ExportError(f"{path}: not a run's spec: {why}: name its spec.json or spec.signed") from None

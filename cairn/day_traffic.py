@@ -8,7 +8,7 @@ import os
 from datetime import date
 from pathlib import Path
 
-from protocol.errors import MalformedError
+from protocol.errors import MalformedError, os_reason
 from protocol.strict_json import integer_field, read_json
 
 log = logging.getLogger("cairn.peer")
@@ -46,4 +46,4 @@ class DayTraffic:
             draft.write_text(json.dumps({"day": self._day, "up": self.up, "down": self.down}))
             os.replace(draft, self._path)
         except OSError as e:
-            log.warning("today's traffic is not noted: %s", (e.strerror or str(e)).lower())
+            log.warning("today's traffic is not noted: %s", os_reason(e))

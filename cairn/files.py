@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from coordinator import durable
-from protocol.errors import CairnError
+from protocol.errors import CairnError, os_reason
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def write_whole(path: Path, data: str | bytes, *, mode: int = 0o666) -> None:
     try:
         durable.replace(path, data.encode() if isinstance(data, str) else data, mode)
     except OSError as e:
-        raise CairnError(f"{path}: cannot be written: {(e.strerror or str(e)).lower()}: name another place") from None
+        raise CairnError(f"{path}: cannot be written: {os_reason(e)}: name another place") from None
 
 
 def refuse_existing(path: Path, *, force: bool) -> None:

@@ -19,7 +19,7 @@ from coordinator.checkpoints.verification import ReadFile, VerificationError, ve
 from coordinator.durable import sync
 from peer.coordinator_client import RunInfo
 from peer.store import Store
-from protocol.errors import CairnError
+from protocol.errors import CairnError, os_reason
 from protocol.ids import Digest, RunId
 from protocol.state import state_layout
 from protocol.units import byte_size
@@ -130,7 +130,7 @@ def fetch_archived(
         draft.rename(copy)
         sync(copy.parent)
     except OSError as e:
-        raise CairnError(f"{copy} cannot be written: {(e.strerror or str(e)).lower()}") from None
+        raise CairnError(f"{copy} cannot be written: {os_reason(e)}") from None
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 

@@ -16,7 +16,7 @@ import click
 from cairn.connection import CoordinatorConnection, connect
 from peer.keyfile import load
 from peer.log_client import BALANCES_PAGE, LogClient
-from protocol.errors import CairnError, MalformedError, ProtocolError
+from protocol.errors import CairnError, MalformedError, ProtocolError, os_reason
 from protocol.ids import PeerKey, from_b64url
 from protocol.ledger.audit import AuditReport, CreditedRounds, Finding, LedgerAuditor
 from protocol.ledger.credit_text import credit_text
@@ -212,7 +212,7 @@ def _receipt_bytes(path: Path) -> bytes:
     try:
         data = path.read_bytes()
     except OSError as e:
-        raise CairnError(f"{path} cannot be read: {(e.strerror or str(e)).lower()}") from None
+        raise CairnError(f"{path} cannot be read: {os_reason(e)}") from None
     try:
         text = data.decode("ascii").strip()
         return from_b64url(text.translate(str.maketrans("+/", "-_")).rstrip("="))

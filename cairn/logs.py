@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.bounded import BoundedDict
-from protocol.errors import CairnError
+from protocol.errors import CairnError, os_reason
 from protocol.token_bucket import TokenBucket
 
 QUIET = ("hivemind", "transformers", "urllib3", "asyncio", "grpc", "uvicorn.access", "uvicorn.error", "httpx", "fsspec")
@@ -134,8 +134,7 @@ def set_up_logging(file: Path, *, terminal: logging.Handler | None = None) -> No
         to_file = logging.handlers.RotatingFileHandler(file, maxBytes=10**7, backupCount=3)
     except OSError as e:
         raise CairnError(
-            f"{file.parent} cannot be written to ({(e.strerror or str(e)).lower()}): name another folder with --home, "
-            "or fix this one"
+            f"{file.parent} cannot be written to ({os_reason(e)}): name another folder with --home, or fix this one"
         ) from None
     # On a full disk logging would print a traceback for each line; the line itself still shows in the terminal.
     logging.raiseExceptions = False

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import async_timeout
 
-from protocol.errors import CairnError, MalformedError
+from protocol.errors import CairnError, MalformedError, os_reason
 from protocol.strict_json import read_json
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ async def listening(folder: Path, answer: Answer) -> AsyncIterator[None]:
             server = await asyncio.start_unix_server(serve, name, limit=MAX_LINE)
         path.chmod(0o600)
     except OSError as e:
-        log.warning("%s: %s: `cairn peer pause`, `resume` and `leave` do not reach this peer", path, e.strerror or e)
+        log.warning("%s: %s: `cairn peer pause`, `resume` and `leave` do not reach this peer", path, os_reason(e))
         yield
         return
     try:
@@ -148,7 +148,7 @@ def ask_peer(folder: Path, ask: str) -> str | None:
     except TimeoutError:
         raise CairnError(f"the peer in {folder} does not answer: its peer.log says what it does") from None
     except OSError as e:
-        raise CairnError(f"{path}: {(e.strerror or str(e)).lower()}: is it another user's?") from None
+        raise CairnError(f"{path}: {os_reason(e)}: is it another user's?") from None
     if (refused := _field(line, "refused")) is not None:
         raise CairnError(refused)
     if (said := _field(line, "said")) is None:

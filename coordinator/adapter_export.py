@@ -34,6 +34,7 @@ from coordinator.export import (
 )
 from coordinator.model_card import Origin, adapter_card, model_card
 from protocol.adapter import NAME, base_parameters, build_adapted, load_base, merge_adapter
+from protocol.errors import os_reason
 from protocol.layout import Layout
 from protocol.merkle import blob_digest
 from protocol.model import load_state, model_layout
@@ -100,7 +101,7 @@ def _state(checkpoint: Path, layout: Layout, origin: Origin) -> dict[str, Tensor
     try:
         data = checkpoint.read_bytes()
     except OSError as e:
-        raise ExportError(f"{checkpoint}: cannot be read: {e.strerror or e}") from None
+        raise ExportError(f"{checkpoint}: cannot be read: {os_reason(e)}") from None
     check_state(checkpoint, blob_digest(data), origin)
     wanted = {t.name for t in layout.tensors}
     return {name: tensor for name, tensor in tensors_in(held, data) if name in wanted}

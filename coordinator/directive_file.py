@@ -10,7 +10,7 @@ from pathlib import Path
 
 from coordinator.durable import LineFile
 from coordinator.errors import CoordinatorError
-from protocol.errors import MalformedError, ProtocolError
+from protocol.errors import MalformedError, ProtocolError, os_reason
 from protocol.ids import Digest, PeerKey
 from protocol.message_codec import MessageDecoder
 from protocol.messages import Directive, RoundChanges, Signed
@@ -72,9 +72,7 @@ class DirectiveFile:
         try:
             return [line for line in self._file.read(MAX_FILE) if len(line) <= MAX_LINE]
         except OSError as e:
-            raise CoordinatorError(
-                f"{self._file.path} cannot be read: {(e.strerror or str(e)).lower()}; fix its permissions"
-            ) from None
+            raise CoordinatorError(f"{self._file.path} cannot be read: {os_reason(e)}; fix its permissions") from None
 
     def _decoded(self, line: bytes) -> list[Signed[Directive]]:
         """Return the directive of a line; none if it is torn, or another's."""
@@ -126,7 +124,7 @@ class DirectiveFile:
         try:
             self._file.append([line])
         except OSError as e:
-            why = (e.strerror or str(e)).lower()
+            why = os_reason(e)
             raise CoordinatorError(f"{self._file.path} cannot be written: {why}; the directive was not given") from None
         try:
             if self._file.path.stat().st_size >= FULL:

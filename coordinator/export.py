@@ -26,7 +26,7 @@ from typing import Any
 from coordinator import durable
 from coordinator.errors import CoordinatorError
 from coordinator.model_card import Origin, model_card, tokenizer_settings
-from protocol.errors import MalformedError
+from protocol.errors import MalformedError, os_reason
 from protocol.ids import Digest
 from protocol.layout import Layout, checkpoint_header_size
 from protocol.merkle import leaf_hash, leaves_of, read_chunks, tree_hash
@@ -169,7 +169,7 @@ def read_layout(checkpoint: Path) -> Layout:
             size = os.fstat(file.fileno()).st_size
         layout = Layout.from_checkpoint(start)
     except OSError as e:
-        raise ExportError(f"{checkpoint}: cannot be read: {e.strerror or e}") from None
+        raise ExportError(f"{checkpoint}: cannot be read: {os_reason(e)}") from None
     except MalformedError as e:
         raise ExportError(f"{checkpoint}: {e}; name a checkpoint, or the folder of a run") from None
     if size != layout.checkpoint_size:
@@ -248,7 +248,7 @@ def _chunks(path: Path) -> Iterator[bytes]:
         with path.open("rb") as file:
             yield from read_chunks(file)
     except OSError as e:
-        raise ExportError(f"{path}: cannot be read: {e.strerror or e}") from None
+        raise ExportError(f"{path}: cannot be read: {os_reason(e)}") from None
 
 
 def checkpoint_digest(path: Path) -> Digest:
@@ -263,7 +263,7 @@ def _check_out(out: Path, force: bool) -> None:
     try:
         there = {p.name for p in out.iterdir()} if out.exists() else set()
     except OSError as e:
-        raise ExportError(f"{out}: cannot be read: {e.strerror or e}") from None
+        raise ExportError(f"{out}: cannot be read: {os_reason(e)}") from None
     if not there:
         return
     if not ({CONFIG, MODEL} <= there or {ADAPTER_CONFIG, ADAPTER} <= there) or "cairn.json" in there:
@@ -293,7 +293,7 @@ def _read_tokenizer(path: Path) -> str:
     try:
         return path.read_bytes().decode()
     except (OSError, UnicodeDecodeError) as e:
-        why = (e.strerror or str(e)) if isinstance(e, OSError) else "not UTF-8 text"
+        why = os_reason(e) if isinstance(e, OSError) else "not UTF-8 text"
         raise ExportError(
             f"{path}: the run's tokenizer cannot be read: {why}: put the run's tokenizer.json there"
         ) from None
@@ -301,5 +301,5 @@ def _read_tokenizer(path: Path) -> str:
 
 def _disk_error(e: OSError, out: Path) -> str:
     remedy = "make room, or name a folder on another disk" if e.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-    why = (e.strerror or str(e)).lower()
+    why = os_reason(e)
     return f"{out}: cannot be written: {why}: {remedy or 'make its folder writable, or name another'}"

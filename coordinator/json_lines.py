@@ -10,6 +10,7 @@ from typing import Any
 
 from coordinator.durable import LineFile
 from coordinator.errors import CoordinatorError
+from protocol.errors import os_reason
 
 Row = dict[str, Any]
 MAX_FILE = 64 * 1024 * 1024
@@ -80,6 +81,4 @@ class JsonLines:
 
 
 def _error(path: Path, e: OSError) -> CoordinatorError:
-    return CoordinatorError(
-        f"{path} cannot be used: {(e.strerror or str(e)).lower()}: free some disk space, or repair it"
-    )
+    return CoordinatorError(f"{path} cannot be used: {os_reason(e)}: free some disk space, or repair it")

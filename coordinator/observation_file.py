@@ -11,7 +11,7 @@ from pathlib import Path
 from coordinator.durable import LineFile
 from coordinator.non_participation import REASONS, NonParticipation
 from coordinator.round_observations import MAX_LISTED, RoundObservation
-from protocol.errors import MalformedError
+from protocol.errors import MalformedError, os_reason
 from protocol.ids import Digest, PeerKey
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class ObservationFile:
         try:
             lines = self._file.read(2 * self._max_bytes)
         except OSError as e:
-            log.warning("%s cannot be read (%s): the page has no earlier round times", self.path, e.strerror)
+            log.warning("%s cannot be read (%s): the page has no earlier round times", self.path, os_reason(e))
             return []
         return [o for line in lines if (o := _parse(line)) is not None]
 
@@ -45,7 +45,9 @@ class ObservationFile:
             self._warned = False
         except OSError as e:
             if not self._warned:
-                log.warning("%s is not written (%s): the page forgets round times at a restart", self.path, e.strerror)
+                log.warning(
+                    "%s is not written (%s): the page forgets round times at a restart", self.path, os_reason(e)
+                )
             self._warned = True
 
 

@@ -18,6 +18,7 @@ from cryptography.x509.oid import NameOID
 
 from coordinator import durable
 from coordinator.errors import CertificateFileError
+from protocol.errors import os_reason
 from protocol.ids import Digest, sha256
 from protocol.invite import TLS_NAME
 
@@ -49,7 +50,7 @@ def load_or_make(folder: Path, *, now: datetime.datetime | None = None) -> TlsCe
                 os.chmod(path, 0o600)
     except OSError as e:
         raise CertificateFileError(
-            f"{path}: {e.strerror}: check that the folder exists and is writable by you"
+            f"{path}: {os_reason(e)}: check that the folder exists and is writable by you"
         ) from None
     return _read(path, data, now)
 

@@ -30,7 +30,7 @@ from cryptography import x509
 from peer.errors import PeerError
 from protocol.coordinator_address import CoordinatorAddress
 from protocol.envelope import seal
-from protocol.errors import CairnError, MalformedError
+from protocol.errors import CairnError, MalformedError, os_reason
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, sha256
 from protocol.invite import TLS_NAME, HostPort, Invite
@@ -437,7 +437,7 @@ def server_certificate(endpoint: HostPort) -> bytes:
             "current invite"
         ) from None
     except OSError as e:
-        raise _silent(endpoint, e.strerror or str(e)) from None
+        raise _silent(endpoint, os_reason(e)) from None
     if not der or len(der) > MAX_CERTIFICATE:
         raise WrongCoordinator(f"what answers at {endpoint} shows no usable certificate: it is not a coordinator")
     return der

@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 
 from peer.durable import flush_folder
-from protocol.errors import IdentityError
+from protocol.errors import IdentityError, os_reason
 from protocol.identity import Identity, parse_key_file, to_key_file
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ def load_or_make(path: Path | str) -> Identity:
         return _load(path, RESTORE_OR_RENEW)
     except OSError as e:
         raise IdentityError(
-            f"no identity can be written to {path}: {_why(e)}; free some disk, or name another folder"
+            f"no identity can be written to {path}: {os_reason(e)}; free some disk, or name another folder"
         ) from None
 
 
@@ -52,7 +52,7 @@ def load(path: Path, remedy: str = "restore it from a copy, or name another file
         raise
     except OSError as e:
         raise IdentityError(
-            f"the key file {path} cannot be read: {_why(e)}; check who owns it, or name another file"
+            f"the key file {path} cannot be read: {os_reason(e)}; check who owns it, or name another file"
         ) from None
 
 
@@ -104,7 +104,3 @@ def _make(path: Path) -> Identity:
         os.unlink(draft)
     flush_folder(path.parent)
     return identity
-
-
-def _why(e: OSError) -> str:
-    return (e.strerror or str(e)).lower()

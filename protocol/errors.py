@@ -47,3 +47,8 @@ class SpecError(CairnError):
 
 class IdentityError(CairnError):
     """A key file that cannot be made, read or trusted."""
+
+
+def os_reason(e: OSError) -> str:
+    """Return the system's own words for its error, as the end of a sentence: "no space left on device"."""
+    return (e.strerror or str(e)).lower()

@@ -19,7 +19,7 @@ from cairn.commands.options import FILE, home_option, invite_argument, peer_key,
 from cairn.connection import connect, parse_invite
 from cairn.visibility import anonymous_hint
 from peer.keyfile import load, load_or_make
-from protocol.errors import CairnError, MalformedError
+from protocol.errors import CairnError, MalformedError, os_reason
 from protocol.identity import Identity
 from protocol.ids import RunId, b64url, from_b64url
 from protocol.ledger.credit_text import credit_text
@@ -223,7 +223,7 @@ def export(invite: str, out: Path, force: bool, via: tuple[str, ...]) -> None:
         size = asyncio.run(write())
         os.replace(draft, out)
     except OSError as e:
-        raise CairnError(f"{out} cannot be written: {(e.strerror or str(e)).lower()}") from None
+        raise CairnError(f"{out} cannot be written: {os_reason(e)}") from None
     finally:
         with suppress(OSError):
             draft.unlink(missing_ok=True)

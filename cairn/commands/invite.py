@@ -10,7 +10,7 @@ import click
 from cairn.commands.options import home_option, invite_argument
 from cairn.connection import parse_invite
 from cairn.visibility import anonymous_hint
-from protocol.errors import CairnError
+from protocol.errors import CairnError, os_reason
 
 
 @click.command()
@@ -44,7 +44,7 @@ def renewed_invite(text: str, home: Path) -> str:
         except FileNotFoundError:
             return b""
         except OSError as e:
-            raise CairnError(f"{values / name} cannot be read: {(e.strerror or str(e)).lower()}") from None
+            raise CairnError(f"{values / name} cannot be read: {os_reason(e)}") from None
 
     if not (signed_spec := value(SPEC)):
         raise CairnError(

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from cairn.number_format import parse_size
-from protocol.errors import CairnError, MalformedError
+from protocol.errors import CairnError, MalformedError, os_reason
 from protocol.ids import PeerKey
 from protocol.invite import MAX_INVITE
 
@@ -27,7 +27,7 @@ class _NamedPath(click.Path):
         except (FileNotFoundError, NotADirectoryError):
             pass
         except OSError as e:
-            self.fail(f"{str(path)[:80]!r}: {(e.strerror or str(e)).lower()}: name another place", param, ctx)
+            self.fail(f"{str(path)[:80]!r}: {os_reason(e)}: name another place", param, ctx)
         return path
 
 

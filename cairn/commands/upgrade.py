@@ -12,7 +12,7 @@ import click
 
 from cairn import ROOT
 from cairn.installation import find_facts, installed_commit, plan, processes_of, running_processes
-from protocol.errors import CairnError
+from protocol.errors import CairnError, os_reason
 
 VERSION_SECONDS = 120.0
 """Maximum seconds in which a new process tells its version."""
@@ -41,7 +41,7 @@ def upgrade() -> None:
         try:
             code = subprocess.run(command, cwd=sys.prefix, env=_environment(), check=False).returncode
         except OSError as e:
-            raise CairnError(f"{command[0]} cannot be started: {(e.strerror or str(e)).lower()}") from None
+            raise CairnError(f"{command[0]} cannot be started: {os_reason(e)}") from None
         if code:
             raise CairnError(f"{Path(command[0]).name} ended with code {code}: its lines above say why")
     after = installed_version()

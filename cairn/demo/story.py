@@ -29,7 +29,7 @@ from peer.coordinator_client import CoordinatorClient, CoordinatorUnreachable, S
 from peer.keyfile import load_or_make
 from peer.node.enrollment import run_folder
 from peer.node.snapshot import Snapshot, read_snapshot
-from protocol.errors import CairnError
+from protocol.errors import CairnError, os_reason
 from protocol.identity import parse_key_file
 from protocol.ids import PeerKey
 from protocol.invite import Invite
@@ -139,9 +139,7 @@ def clear_folder(folder: Path) -> int:
             if old.name != MARK:
                 shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
     except OSError as e:
-        raise CairnError(
-            f"{folder} cannot be made or emptied: {(e.strerror or str(e)).lower()}; name another with --folder"
-        ) from None
+        raise CairnError(f"{folder} cannot be made or emptied: {os_reason(e)}; name another with --folder") from None
     return lock
 
 

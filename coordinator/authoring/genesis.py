@@ -18,6 +18,7 @@ from coordinator.authoring.errors import AuthoringError
 from coordinator.authoring.shards import PARTIAL
 from coordinator.authoring.weights import read
 from protocol.adapter import base_file_layout, build_adapted, draw_adapter, quantised_forms
+from protocol.errors import os_reason
 from protocol.layout import Layout, is_outer_tensor
 from protocol.merkle import leaf_hash, tree_hash
 from protocol.model import build_model, parameters_of
@@ -60,14 +61,14 @@ def write_adapter_genesis(
     try:
         base_folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise AuthoringError(f"{base_folder}: cannot be made: {e.strerror or e}") from None
+        raise AuthoringError(f"{base_folder}: cannot be made: {os_reason(e)}") from None
     ref, leaves = _write(layout, base, draft)
     try:
         durable.replace(base_folder / f"{ref.digest}.leaves", b"".join(leaves))
         draft.rename(base_folder / f"{ref.digest}.safetensors")
         durable.sync(base_folder)
     except OSError as e:
-        raise AuthoringError(f"{base_folder}: the base model cannot be written: {e.strerror or e}") from None
+        raise AuthoringError(f"{base_folder}: the base model cannot be written: {os_reason(e)}") from None
     adapter = draw_adapter(config, settings, seed)
     # A tensor that is trained in full has the same name in the base, and begins with its values.
     state = {name: base[name].float() if name in base else drawn for name, drawn in adapter.items()}
@@ -98,5 +99,5 @@ def _write(layout: Layout, tensors: Mapping[str, Tensor], path: Path) -> tuple[B
         partial.rename(path)
         durable.sync(path.parent)
     except OSError as e:
-        raise AuthoringError(f"{path}: cannot be written: {e.strerror or e}") from None
+        raise AuthoringError(f"{path}: cannot be written: {os_reason(e)}") from None
     return BlobRef(digest=str(tree_hash(leaves)), size=layout.checkpoint_size), leaves

@@ -26,6 +26,7 @@ from coordinator.authoring.documents import DocumentFile, TextSegment, find_sour
 from coordinator.authoring.errors import DataInputError, RunChangedError
 from coordinator.authoring.shards import PARTIAL, ShardWriter, WindowWriter
 from coordinator.authoring.window_packer import WindowPacker
+from protocol.errors import os_reason
 from protocol.ids import Digest
 from protocol.merkle import MAX_BLOB, blob_digest
 from protocol.spec import BlobRef, ChatSpec, DataShard, Section, explain
@@ -302,7 +303,7 @@ def load_prepared(folder: Path) -> Prepared:
     except FileNotFoundError:
         raise DataInputError(f"{folder}: no {MANIFEST} in it: make it with `cairn data prepare`") from None
     except OSError as e:
-        raise DataInputError(f"{folder / MANIFEST}: {e.strerror or e}") from None
+        raise DataInputError(f"{folder / MANIFEST}: {os_reason(e)}") from None
     except ValidationError as e:
         raise DataInputError(explain(e, str(folder / MANIFEST)) + "\nprepare the data again") from None
     prepared = Prepared(folder, manifest)
@@ -528,7 +529,7 @@ def _locked(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / ".lock").open("w")
     except OSError as e:
-        raise DataInputError(f"{folder}: cannot be written to: {e.strerror or e}") from None
+        raise DataInputError(f"{folder}: cannot be written to: {os_reason(e)}") from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -537,4 +538,4 @@ def _locked(folder: Path) -> Iterator[None]:
         try:
             yield
         except OSError as e:
-            raise DataInputError(f"{folder}: {e.strerror or e}: free some space or choose another folder") from None
+            raise DataInputError(f"{folder}: {os_reason(e)}: free some space or choose another folder") from None

@@ -22,7 +22,7 @@ from coordinator.authoring.errors import AuthoringError, DataInputError, RunChan
 from coordinator.authoring.prepare import Prepared, load_prepared, prepare
 from coordinator.authoring.runfile import RunFile, differences
 from protocol.envelope import open_envelope
-from protocol.errors import ProtocolError, SpecError
+from protocol.errors import ProtocolError, SpecError, os_reason
 from protocol.identity import Identity
 from protocol.ids import Digest
 from protocol.layout import Layout
@@ -93,7 +93,7 @@ def resolve(
     try:
         workdir.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise AuthoringError(f"{workdir}: cannot be made: {e.strerror or e}") from None
+        raise AuthoringError(f"{workdir}: cannot be made: {os_reason(e)}") from None
     if (workdir / SPEC).exists():
         return _continued(run_file, workdir, owner, report, held)
     # Before documents are prepared, which may take hours.
@@ -114,7 +114,7 @@ def resolve(
         durable.replace(workdir / RUN, json.dumps(run_file.model_dump(mode="json"), indent=1).encode())
         durable.replace(workdir / SPEC, envelope)  # last, since this file begins the run
     except OSError as e:
-        raise AuthoringError(f"{workdir}: cannot be written to: {e.strerror or e}") from None
+        raise AuthoringError(f"{workdir}: cannot be written to: {os_reason(e)}") from None
     report(f"run {spec.run_id.short} ({spec.name}) begins")
     return ResolvedRun(spec, envelope, prepared.blobs | _weights_of(spec, workdir), begins=True)
 

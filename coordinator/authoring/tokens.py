@@ -14,6 +14,7 @@ from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, tr
 from coordinator.authoring.chat_template import end_of_text_beside
 from coordinator.authoring.documents import TextSegment
 from coordinator.authoring.errors import DataInputError
+from protocol.errors import os_reason
 from protocol.spec import MAX_TOKENIZER, Section
 
 END_OF_TEXT = "<|endoftext|>"
@@ -192,7 +193,7 @@ def _read(path: Path) -> tuple[Tokenizer, bytes]:
             raise DataInputError(f"{path}: a tokenizer of more than {MAX_TOKENIZER >> 20} MiB")
         file = path.read_bytes()
     except OSError as e:
-        raise DataInputError(f"{path}: the tokenizer cannot be read: {e.strerror or e}") from None
+        raise DataInputError(f"{path}: the tokenizer cannot be read: {os_reason(e)}") from None
     try:
         return Tokenizer.from_str(file.decode()), file
     except Exception as e:  # noqa: BLE001 - tokenizers raises plain Exception; the cause is passed on

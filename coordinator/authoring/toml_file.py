@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from protocol.errors import CairnError
+from protocol.errors import CairnError, os_reason
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -39,7 +39,7 @@ def read_text(path: Path, error: type[CairnError], remedy: str) -> str:
             raise error(f"{path}: larger than {MAX_FILE >> 10} KiB: {remedy}")
         return path.read_bytes().decode()
     except OSError as e:
-        raise error(f"{path}: cannot be read: {(e.strerror or str(e)).lower()}: {remedy}") from None
+        raise error(f"{path}: cannot be read: {os_reason(e)}: {remedy}") from None
     except UnicodeDecodeError:
         raise error(f"{path}: not UTF-8 text: {remedy}") from None
 

@@ -40,7 +40,7 @@ from coordinator.checkpoints.retention import RetentionCandidate, RetentionPolic
 from coordinator.errors import CoordinatorError
 from coordinator.regular_file import read_regular
 from protocol.envelope import open_envelope
-from protocol.errors import MalformedError, ProtocolError
+from protocol.errors import MalformedError, ProtocolError, os_reason
 from protocol.ids import MAX_COUNT, MAX_ROUND, Digest, RunId
 from protocol.spec import RunSpec
 from protocol.strict_json import integer_field, read_json
@@ -168,7 +168,7 @@ class Archive:
                 remedy = (
                     "free some disk space" if e.errno in (errno.ENOSPC, errno.EDQUOT) else "make the folder writable"
                 )
-                why = (e.strerror or str(e)).lower()
+                why = os_reason(e)
                 raise CoordinatorError(f"cannot archive round {round} in {target}: {why}; {remedy}") from None
             self.prune()
             return ArchivedState(target, self._run, round, state, record, tokens)
@@ -256,7 +256,7 @@ class Archive:
             self.folder.mkdir(parents=True, exist_ok=True)
             durable.replace(self.folder / LEFT, _json(sorted(map(str, states))))
         except OSError as e:  # it must not keep a rollback from being followed
-            why = (e.strerror or str(e)).lower()
+            why = os_reason(e)
             log.warning("%s cannot be written: %s; copies of these states may stay", self.folder / LEFT, why)
 
     def prune(self) -> None:

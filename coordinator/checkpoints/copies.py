@@ -24,7 +24,7 @@ from coordinator.checkpoints.archive import FILES, MANIFEST, MAX_MANIFEST, Archi
 from coordinator.checkpoints.job import Row, serve_job
 from coordinator.checkpoints.retention import RetentionCandidate, RetentionPolicy, to_delete
 from coordinator.errors import CoordinatorError
-from protocol.errors import MalformedError
+from protocol.errors import MalformedError, os_reason
 from protocol.ids import Digest, RunId
 from protocol.merkle import CHUNK, MAX_BLOB, leaves_of, read_chunks, tree_hash
 from protocol.strict_json import integer_field, read_json
@@ -182,7 +182,7 @@ class CopyStore:
             with path.open("rb") as file:
                 return tree_hash(leaves_of(self._chunks(file)))
         except OSError as e:
-            raise CopyError(f"{path} cannot be read: {e.strerror or e}") from None
+            raise CopyError(f"{path} cannot be read: {os_reason(e)}") from None
 
     def _chunks(self, file: Any) -> Iterator[bytes]:
         """Yield the chunks of a file, and report a sign of life each second."""

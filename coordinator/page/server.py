@@ -14,6 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from coordinator.errors import PortTakenError, TooManyError
 from coordinator.limits import ConcurrencyLimit, caller_at
+from protocol.errors import os_reason
 
 MAX_CONNECTIONS = 512
 MAX_PER_NETWORK = 64
@@ -83,7 +84,7 @@ class PageServer:
         except OSError as e:
             sock.close()
             raise PortTakenError(
-                f"cannot listen on {host}:{port} for the page ({e.strerror or e}): stop the program that has the port, "
+                f"cannot listen on {host}:{port} for the page ({os_reason(e)}): stop the program that has the port, "
                 "or choose another one with --page"
             ) from None
         bound: int = sock.getsockname()[1]

@@ -9,6 +9,7 @@ import time
 
 from peer.channel.messages import MAX_LINE, FromTrainer, Progress, ToTrainer, from_line, to_line
 from peer.errors import ChannelError
+from protocol.errors import os_reason
 
 SEND_SECONDS = 60.0
 """Maximum time to send a message: a node that reads nothing for longer is gone or stuck, and the trainer ends."""
@@ -20,7 +21,7 @@ _READ = 1 << 16
 def _broken(error: OSError) -> ChannelError:
     """Return what a failed call means: a node that closes its end may be noticed while a message is being sent."""
     gone = isinstance(error, (BrokenPipeError, ConnectionResetError))
-    return ChannelError(_CLOSED if gone else f"the channel to the node broke ({error.strerror})")
+    return ChannelError(_CLOSED if gone else f"the channel to the node broke ({os_reason(error)})")
 
 
 class TrainerEnd:
@@ -40,7 +41,7 @@ class TrainerEnd:
         try:
             return cls(socket.socket(fileno=fd))
         except OSError as e:
-            raise ChannelError(f"descriptor {fd} is not the channel to a node ({e.strerror})") from None
+            raise ChannelError(f"descriptor {fd} is not the channel to a node ({os_reason(e)})") from None
 
     def receive(self, seconds: float | None) -> ToTrainer | None:
         """Return the next message, or None when none came in this time (None: no limit, 0: do not wait).

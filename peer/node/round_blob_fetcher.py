@@ -19,7 +19,7 @@ from peer.node.tasks import Tasks
 from peer.store import BlobMissing, Store, StoreFull
 from protocol.codec import Codec
 from protocol.codec.interface import Blob
-from protocol.errors import CairnError, CodecError
+from protocol.errors import CairnError, CodecError, os_reason
 from protocol.ids import Digest, PeerKey
 from protocol.rounds.events import BlobHeld, BlobInvalid, BlobUnavailable
 from protocol.rounds.policy import RoundPolicy
@@ -155,4 +155,4 @@ def map_file(path: Path) -> memoryview:
     try:
         return mapped_file(path)
     except OSError as e:
-        raise BlobMissing(f"cannot read {path}: {e.strerror}") from None
+        raise BlobMissing(f"cannot read {path}: {os_reason(e)}") from None

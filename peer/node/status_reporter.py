@@ -19,6 +19,7 @@ from peer.node.round_timings import RoundTimings
 from peer.node.snapshot import Snapshot, write_snapshot
 from peer.node.trainer_client import NO_PROGRESS, TrainerClient
 from peer.store import Store, StoreError
+from protocol.errors import os_reason
 from protocol.rounds.machine import RoundMachine
 from protocol.rounds.policy import LocalStatus
 
@@ -167,5 +168,5 @@ class StatusReporter:
             self._write_failed = False
         except OSError as e:
             if not self._write_failed:
-                log.warning("status.json is not written: %s", (e.strerror or str(e)).lower())
+                log.warning("status.json is not written: %s", os_reason(e))
             self._write_failed = True

@@ -18,7 +18,7 @@ from peer.store.disk import disk, remove, write_no_sync
 from peer.store.errors import BlobCorrupt, BlobMissing, StoreError, StoreFull
 from peer.store.in_progress import InProgressBlob
 from protocol.bounded import BoundedDict
-from protocol.errors import MalformedError
+from protocol.errors import MalformedError, os_reason
 from protocol.ids import Digest
 from protocol.merkle import CHUNK, MAX_BLOB, blob_leaves, check_leaves, chunk_count, chunk_size, leaf_hash, tree_hash
 
@@ -389,7 +389,7 @@ class BlobStore:
     def _unreadable(self, digest: Digest, e: OSError) -> StoreError:
         if e.errno == errno.EIO:
             return self._corrupt(digest, "the disk cannot read it")
-        return StoreError(f"reading blob {digest.short}: {e.strerror}; check the disk")
+        return StoreError(f"reading blob {digest.short}: {os_reason(e)}; check the disk")
 
     def _corrupt(self, digest: Digest, why: str) -> BlobCorrupt:
         with self._files_lock:

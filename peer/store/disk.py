@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from peer.store.errors import StoreError, StoreFull
+from protocol.errors import os_reason
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -23,7 +24,7 @@ def disk(doing: str) -> Iterator[None]:
     try:
         yield
     except OSError as e:
-        why = (e.strerror or str(e)).lower()
+        why = os_reason(e)
         if e.errno in _FULL:
             raise StoreFull(f"{doing}: {why}; free some disk space, or name a folder on another disk") from None
         if e.errno in _DENIED:

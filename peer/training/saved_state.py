@@ -31,7 +31,7 @@ from peer.durable import publish, write_durably
 from peer.errors import SavedStateError
 from peer.training.inner_optimizer import MOMENTS
 from peer.training.windows import STRICT, WindowAccounting
-from protocol.errors import MalformedError
+from protocol.errors import MalformedError, os_reason
 from protocol.ids import Digest, PeerKey, RunId
 from protocol.layout import Layout
 from protocol.merkle import CHUNK, blob_digest, leaf_hash, tree_hash
@@ -181,7 +181,7 @@ class SavedFolder:
         except MalformedError as e:
             raise SavedStateError(f"{path} does not parse ({e})") from None
         except OSError as e:
-            raise SavedStateError(f"{path} cannot be read: {e.strerror}") from None
+            raise SavedStateError(f"{path} cannot be read: {os_reason(e)}") from None
         if (manifest.run, manifest.peer, manifest.layout) != (self.run, self.peer, self.layout.digest):
             raise SavedStateError(f"the trainer's state in {self.folder} is of another run, peer or model")
         return manifest

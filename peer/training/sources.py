@@ -23,7 +23,7 @@ from urllib.parse import urljoin, urlsplit
 from peer.errors import PeerError
 from peer.training.background import BackgroundTask
 from protocol.data_address import check_address, is_public, public_url
-from protocol.errors import MalformedError, SpecError
+from protocol.errors import MalformedError, SpecError, os_reason
 from protocol.ids import Digest
 from protocol.merkle import CHUNK, blob_leaves, check_leaves, chunk_count
 
@@ -71,7 +71,7 @@ class LocalFiles:
             with path.open("rb") as file:
                 return b"".join(blob_leaves(chunk)[0] for chunk in iter(lambda: file.read(CHUNK), b""))
         except OSError as e:
-            raise SourceError(f"{path}: {e.strerror or e}") from None
+            raise SourceError(f"{path}: {os_reason(e)}") from None
 
     def chunk(self, shard: Digest, offset: int, size: int) -> bytes:
         """Return `size` bytes at an offset, unverified. Raises SourceError."""
@@ -80,7 +80,7 @@ class LocalFiles:
             with path.open("rb", buffering=0) as file:
                 return os.pread(file.fileno(), size, offset)
         except OSError as e:
-            raise SourceError(f"{path}: {e.strerror or e}") from None
+            raise SourceError(f"{path}: {os_reason(e)}") from None
 
     def _path(self, shard: Digest) -> Path:
         if shard not in self._paths:

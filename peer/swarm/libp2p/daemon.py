@@ -45,7 +45,7 @@ from peer.swarm.addresses import quic_beside
 from peer.swarm.errors import PeerUnreachable, SwarmError, SwarmStartError, TooBusy, short_report
 from peer.swarm.libp2p.ports import check_ports, reserved
 from peer.swarm.rate_limiter import RateLimiter
-from protocol.errors import CairnError, IdentityError
+from protocol.errors import CairnError, IdentityError, os_reason
 from protocol.identity import Identity
 from protocol.ids import PeerKey
 
@@ -231,7 +231,7 @@ class Daemon(P2P):
         try:
             reader, writer = await self._client.control.daemon_connector.open_connection()
         except OSError as e:
-            raise PeerUnreachable(f"libp2p's daemon does not answer: {e.strerror or e}") from None
+            raise PeerUnreachable(f"libp2p's daemon does not answer: {os_reason(e)}") from None
         done = False
 
         async def answer() -> Any:

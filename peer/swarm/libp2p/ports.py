@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 
 from peer.swarm.addresses import bind_of, quic_beside
 from peer.swarm.errors import SwarmStartError
-from protocol.errors import MalformedError
+from protocol.errors import MalformedError, os_reason
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def check_ports(listen: Sequence[str]) -> None:
                 probe.bind((host, port))
             except OSError as e:
                 raise SwarmStartError(
-                    f"cannot listen on {address}: {(e.strerror or str(e)).lower()}; stop what listens there, or choose "
+                    f"cannot listen on {address}: {os_reason(e)}; stop what listens there, or choose "
                     "another port with --listen (for a coordinator: --swarm; 0: any)"
                 ) from None
 
