@@ -246,19 +246,18 @@ class RoundState:
     def claimed_by_another(self, header: Signed[UpdateHeader], *, listed: bool) -> PeerKey | None:
         """Return the other author that announced the blob of a new header before: the first claim counts.
 
-        A claim gives way, and its header is forgotten here, to one that came by itself in two cases. Only a record
-        lists it, or its author alone has no stake: a key that costs nothing may be nearer to us than whom it copies.
-        Another second claim makes the blob disputed: one blob for each author, and none by one that alone has no stake.
-        Or else a single key would dispute the updates of all.
+        A claim that only a record lists gives way to one that came by itself: its header is forgotten here. A second
+        claim makes the blob disputed: one blob for each author, and none of an author with stake by one without. Or
+        else a single key would dispute the updates of all.
         """
         blob, author, claimant = header.body.blob, header.author, self.claimants.get(header.body.blob)
         if claimant is None or claimant == author:
             return None
-        theirs, ours = self._stakes.get(claimant, 0), self._stakes.get(author, 0)
-        if not listed and (claimant not in self.direct_authors or (ours and not theirs)):
+        if not listed and claimant not in self.direct_authors:
             self._forget_header(claimant)
             return None
-        if (ours or not theirs) and blob not in self.disputed and author not in self._disputers:
+        weaker = self._stakes.get(claimant, 0) > 0 and not self._stakes.get(author, 0)
+        if not weaker and blob not in self.disputed and author not in self._disputers:
             self._disputers.add(author)
             self.disputed.add(blob)
         return claimant

@@ -78,20 +78,6 @@ def test_only_most_of_the_stake_has_us_load_another_state(authors, reloaded):
     assert ("drift" in told) is reloaded
 
 
-def test_the_claim_of_a_key_with_stake_stands_against_a_copy_that_came_before_it_by_a_key_without():
-    policy = replace(POLICY, stake=StakeRule(12, tuple(FOUNDERS), 10))
-    chain = Chain(RUN, STATE, policy.chain_limits)
-    b = Bench()
-    own = b.header(FOUNDERS[0])
-    copy = b.header(OTHERS[11], blob=own.body.blob)
-    for order in ((copy, own, copy), (own, copy, own)):
-        round_ = RoundState(POLICY, chain, chain.genesis, STATE, 0.0)
-        for header in order:
-            if round_.claimed_by_another(header, listed=False) is None:
-                round_.add_header(header, 0.0, lambda key: True)
-        assert set(round_.headers) == {FOUNDERS[0]} and not round_.disputed
-
-
 def test_keys_without_stake_dispute_no_update_of_those_with_stake_and_others_one_each():
     policy = replace(POLICY, stake=StakeRule(12, tuple(FOUNDERS), 10))
     chain = Chain(RUN, STATE, policy.chain_limits)
@@ -109,7 +95,7 @@ def test_keys_without_stake_dispute_no_update_of_those_with_stake_and_others_one
     copied(OTHERS[11])
     assert round_.disputed == {headers[3].body.blob}, "without stake, and the first of its kind"
     assert [h.author for h in round_.without_disputed(headers, ME)] == FOUNDERS
-    assert round_.claimed_by_another(b.header(FOUNDERS[2], blob=headers[0].body.blob), listed=False) == FOUNDERS[0]
+    copied(FOUNDERS[2])
     assert len(round_.disputed) == 2
     assert round_.without_disputed(headers, ME) == headers, "a third of the stake is too much to leave out"
 
