@@ -34,6 +34,11 @@ from protocol.state import state_layout
 
 log = logging.getLogger("cairn.observer")
 
+FETCH_SECONDS, FETCH_RATE = 120.0, 2_000_000
+"""Maximum seconds to fetch a checkpoint, and the bytes a second for which a large one has more.
+
+Chunks that came are kept. Afterwards the newest one is fetched, which may be another."""
+
 DIRECTIVE_SECONDS = 20.0
 """Maximum seconds until the observer's own chain has a new directive."""
 
@@ -211,10 +216,12 @@ class ObserverView:
         if there is not None and there.state != state and self._is_the_runs(there):
             raise CairnError("another state of that round is final: what the swarm shows now is not all of the run")
         size = state_layout(self._spec.model.layout, self._spec.outer).checkpoint_size
+        network = self._node.network
         proof = self._proof_of_last_state(record, state)
         if not self._node.store.has(state):
             await asyncio.to_thread(self._archive.free_space, size)
-        await self._node.work.jobs.files.checkpoint(state)
+        seconds = max(FETCH_SECONDS, size / FETCH_RATE)
+        await network.fetch_blob(state, size, network.providers(state=state), deadline_seconds=seconds)
         # While a full disk prevents the rest, nothing else protects a run's last state, and its peers may be gone.
         await self._node.keep_checkpoint(state)
         store = self._node.store

@@ -190,6 +190,8 @@ class ChainStore:
                 return await asyncio.shield(reading)
             finally:
                 await asyncio.wait([reading])
+                if not reading.cancelled():
+                    reading.exception()  # its asker may be gone
 
     async def certificates_after(self, record: Digest, limit: int) -> Sequence[Certificate] | None:
         """Return the certificates after a record on the head's path, oldest first, also from the disk: at most `limit`.

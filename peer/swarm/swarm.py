@@ -405,7 +405,7 @@ class Swarm:
             try:
                 reply = await reply
             except asyncio.CancelledError:
-                self._limiter.charge_answer(sender, MAX_PACKET)  # it was read, perhaps, and nobody takes it
+                self._limiter.charge(sender, MAX_PACKET, work=True)  # it was read, perhaps, and nobody takes it
                 raise
             self._limiter.check_answers(sender)  # others of its answers may have been charged meanwhile
         if reply.ByteSize() > MAX_PACKET:

@@ -26,8 +26,7 @@ class FakeNode:
         self.bus = SimpleNamespace(subscribe=lambda *_: None)
         self.held: list[Digest] = []
         self.folder = folder
-        self.network = SimpleNamespace(peers=self)
-        self.work = SimpleNamespace(jobs=SimpleNamespace(files=SimpleNamespace(checkpoint=self._fetch)))
+        self.network = SimpleNamespace(fetch_blob=self._fetch, providers=lambda state: [], peers=self)
         self.store = SimpleNamespace(path=lambda d: folder / "blob", has=lambda d: True)
         (folder / "blob").write_bytes(b"blob")
         self.fetched: list[Digest] = []
@@ -35,7 +34,7 @@ class FakeNode:
     def entries(self) -> dict:
         return {}
 
-    async def _fetch(self, digest: Digest) -> None:
+    async def _fetch(self, digest: Digest, size, holders, *, deadline_seconds) -> None:
         self.fetched.append(digest)
 
     async def keep_checkpoint(self, state: Digest) -> None:

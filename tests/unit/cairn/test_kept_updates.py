@@ -53,9 +53,6 @@ class Kept(Observed):
     def blob_sizes(self, certificate: Certificate) -> dict[Digest, int]:
         return {u.body.blob: SIZE for u in certificate.record.body.updates}
 
-    async def checkpoint(self, state: Digest) -> None:
-        """Do nothing: every checkpoint comes."""
-
     async def round_files(self, certificate: Certificate) -> None:
         number = certificate.record.body.round
         self.asked.append(number)

@@ -522,6 +522,12 @@ def test_a_plan_has_one_loss_in_print_and_in_the_file_and_says_what_is_computed(
     assert "(by calculation, beyond what was measured)" in longest
 
 
+def test_a_plan_for_more_peers_than_were_measured_says_so():
+    measured = measurements.MEASURED_PEERS
+    assert f"measured with {measured} peers" in cairn("plan", "--peers", str(measured + 1)).stdout
+    assert f"measured with {measured} peers" not in cairn("plan", "--peers", str(measured)).stdout
+
+
 def test_links_too_slow_for_any_setting_are_said_to_be_with_remedies():
     result = cairn("plan", "--uplink", "5", "--parameters", "7B")
     assert result.exit_code == 0
