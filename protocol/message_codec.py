@@ -382,10 +382,10 @@ class MessageDecoder:
     """
 
     def __init__(self, run: RunId, owner: PeerKey, *, remember: int = 16_384, verifies: bool = True):
-        """Prepare. Not `verifies`: signatures and proofs, most of the time, are left out; all else is checked.
+        """Prepare. With `verifies=False` signatures and proofs, which take most of the time, are not verified.
 
-        That is only for this peer's own files, with a checksum each, whose content was verified before it was written.
-        Such a decoder is never for the network.
+        That is for this peer's own files alone, never for the network. Each has a checksum, and its content was
+        verified before it was written.
         """
         self.run = run
         self.owner = owner

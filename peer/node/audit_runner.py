@@ -180,10 +180,15 @@ class AuditRunner:
     def _rank(self, waiting: _Waiting) -> tuple[int, int, int, bytes]:
         """Return the key by which checks are ordered.
 
-        First come accused updates: many newcomers must not keep a jury from its work (but see `_next`). Then come
-        replays of keys without stake: all of their updates are to be replayed, whatever else is found. Then come
-        updates that failed a loss check, then screens, which are cheap, then accused updates that are decided, then
-        loss checks, then replays.
+        The order of kinds:
+
+        0. accused updates: many newcomers must not keep a jury from its work (but see `_next`)
+        1. replays of keys without stake, whose updates are all replayed, whatever else is found
+        2. updates that failed a loss check
+        3. screens, which are cheap
+        4. accused updates that are decided
+        5. loss checks
+        6. other replays
 
         Of accused updates the one comes first on which keys with the most stake have reported. A liar sends a fake in
         each round, and jurors who took the newest would each replay another one, and convict by none.

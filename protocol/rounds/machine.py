@@ -19,8 +19,8 @@ Time is in seconds of any monotonic clock. Nothing here blocks, and every contai
   trainer dies, send `SyncFailed` with any record. When a state that was asked for is not in the store, send
   `StateNotKept`.
 - After `RunCompleted`, stop the trainer and keep driving until `Finished`; the coordinator's observer gets none.
-  `Finished` with `again` (a rollback reaches further back than the tree in memory, or another record than our last
-  counts): load the chain from the store and start again.
+  `Finished` with `again`: load the chain from the store and start again. A rollback reaches further back than the tree
+  in memory, or the record that the run ended with is not the last any more.
 """
 
 from __future__ import annotations

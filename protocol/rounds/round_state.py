@@ -313,8 +313,8 @@ class RoundState:
     def contradicting_state(self, present: set[PeerKey]) -> Digest | None:
         """Return another base state than ours if authors name it that have more stake than the others `present`.
 
-        While nobody has stake, they must be more than two thirds. To load a state takes minutes, so that not two keys
-        that cost nothing may have everybody do it.
+        While nobody has stake, they must be more than two thirds. To load a state takes minutes: two keys that cost
+        nothing must not have everybody do it.
         """
         authors: dict[Digest, set[PeerKey]] = {}
         for author in self.direct_authors:
