@@ -168,8 +168,7 @@ class AuditedChain:
                 self.epoch = max(self.epoch, word.body.epoch)
             if reply.finalization:
                 final = self._decoder.decode(reply.finalization, Finalization)
-                newest = None if self._final is None else (self._final.body.epoch, self._final.body.round)
-                if newest is None or (final.body.epoch, final.body.round) > newest:
+                if self._final is None or final.body.precedence > self._final.body.precedence:
                     self._final = final
                 self._chain.add_finalization(final)
             added = self._add(reply.certificates[:256], by_member=True)

@@ -20,6 +20,7 @@ from protocol.data_address import public_url
 from protocol.errors import CairnError, MalformedError, SpecError
 from protocol.ids import RunId
 from protocol.invite import HostPort
+from protocol.messages import TRAINING_PHASES
 from protocol.plain_text import printable
 from protocol.quiet_imports import quiet_imports
 from protocol.spec import AdapterSettings, RunSpec, open_spec
@@ -131,7 +132,7 @@ async def _by_invite(text: str) -> ListedRun:
 
     async with connect(text) as coordinator:
         status: SwarmStatus = await coordinator.client.status()
-    training = sum(p.phase in ("training", "exchanging") for p in status.peers)
+    training = sum(p.phase in TRAINING_PHASES for p in status.peers)
     return ListedRun(
         coordinator.spec, status.health, status.message, status.round, status.tokens, status.tokens_per_second,
         status.loss, training, status.page, status.description, status.contact, status.license,

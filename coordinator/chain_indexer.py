@@ -21,14 +21,14 @@ from coordinator.history import RoundHistory
 from coordinator.indexed_chain import MAX_REMEMBERED, IndexedChain
 from coordinator.ledger import CarriedReport, Ledger, StatedDecision, StatedPardon
 from coordinator.ledger_thread import LedgerThread
-from coordinator.swarm import TRAINING_PHASES, SwarmView
+from coordinator.swarm import SwarmView
 from coordinator.tasks import wait_at_most
 from protocol.chain import genesis_digest
 from protocol.errors import CairnError
 from protocol.ids import Digest, PeerKey, Round, RunId
 from protocol.ledger.credits import CreditRule, PeerBalances, RoundCredits, credits_of
 from protocol.message_codec import MessageDecoder
-from protocol.messages import MAX_VERDICTS, Certificate, Rollback, Signed, UpdateHeader, Verdict
+from protocol.messages import MAX_VERDICTS, TRAINING_PHASES, Certificate, Rollback, Signed, UpdateHeader, Verdict
 from protocol.spec import RunSpec
 
 log = logging.getLogger(__name__)

@@ -16,11 +16,11 @@ from coordinator.indexed_chain import IndexedChain
 from coordinator.non_participation import NonParticipation
 from coordinator.peer_registry import PeerRegistry, TrackedPeer
 from coordinator.round_observations import RoundObservation, RoundObservations, TypicalDurations
-from coordinator.swarm import TRAINING_PHASES, RestingState
+from coordinator.swarm import RestingState
 from protocol.chain import genesis_digest
 from protocol.ids import Digest, PeerKey
 from protocol.ledger.credits import Balance, RoundCredits
-from protocol.messages import Heartbeat
+from protocol.messages import TRAINING_PHASES, Heartbeat
 from protocol.spec import RunSpec, is_total_reached
 from protocol.units import count, duration
 

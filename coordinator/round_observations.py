@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from coordinator.non_participation import NonParticipation, non_participants
-from coordinator.swarm import TRAINING_PHASES, ReceivedHeartbeat
+from coordinator.swarm import ReceivedHeartbeat
 from protocol.bounded import BoundedDict
 from protocol.ids import Digest, PeerKey
 from protocol.ledger.credits import RoundCredits
-from protocol.messages import RoundRecord, Signed, UpdateHeader
+from protocol.messages import TRAINING_PHASES, RoundRecord, Signed, UpdateHeader
 
 MAX_ROUNDS = 20_000
 MAX_WITH_ABSENCES = 1_000

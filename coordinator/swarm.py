@@ -14,9 +14,6 @@ from protocol.coordinator_address import CoordinatorAddress
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Certificate, Directive, Finalization, Heartbeat, Signed, UpdateHeader
 
-TRAINING_PHASES = ("training", "exchanging")
-"""Phases of a heartbeat in which a peer works at the open round."""
-
 
 @dataclass(frozen=True, slots=True)
 class ReceivedHeartbeat:

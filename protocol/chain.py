@@ -645,11 +645,11 @@ class Chain:
         body = finalization.body
         if self._newest_directive is not None and body.epoch < self._newest_directive.body.epoch:
             return False  # its record was rolled back, or is before the record that all descend from
-        if self._finalization is not None and _rank(body) <= _rank(self._finalization.body):
+        if self._finalization is not None and body.precedence <= self._finalization.body.precedence:
             return False
         node = self._nodes.get(body.record)
         if node is None:
-            if self._pending_finalization is None or _rank(body) > _rank(self._pending_finalization.body):
+            if self._pending_finalization is None or body.precedence > self._pending_finalization.body.precedence:
                 self._pending_finalization = finalization
                 return True
             return False
@@ -658,7 +658,7 @@ class Chain:
                 f"the owner's finalization names round {body.round} for a record of round {node.height - 1}"
             )
         self._finalization = finalization
-        if self._pending_finalization is not None and _rank(self._pending_finalization.body) <= _rank(body):
+        if self._pending_finalization is not None and self._pending_finalization.body.precedence <= body.precedence:
             self._pending_finalization = None
         self._drop_branches_beside(node)
         self._choose_head()
@@ -986,8 +986,3 @@ class Chain:
         self._root = new
         states = {c.certificate.record.body.base_state for c in new.children if c.certificate is not None}
         self._root_state = states.pop() if len(states) == 1 else None
-
-
-def _rank(body: Finalization) -> tuple[int, int]:
-    """Return the order of finalizations: by epoch, then by round."""
-    return body.epoch, body.round

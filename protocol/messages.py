@@ -29,6 +29,8 @@ MAX_MESSAGES, MAX_CERTIFICATES = 2048, 256
 MAX_CERTIFICATE = MAX_ENVELOPE
 """No certificate is larger. The limits of headers and votes (`message_codec`) let one of MAX_CONTRIBUTORS fit."""
 PHASES = ("joining", "training", "exchanging", "syncing", "observing", "leaving", "paused", "resting")
+TRAINING_PHASES = ("training", "exchanging")
+"""Phases of a heartbeat in which a peer works at the open round."""
 RUN_STATUSES = ("running", "paused", "ended")
 MAX_BANNED = 1024
 MAX_REASON = 200
@@ -310,6 +312,11 @@ class Finalization:
     round: Round
     record: Digest
     epoch: int = 0
+
+    @property
+    def precedence(self) -> tuple[int, int]:
+        """Order of finalizations: the greatest is in force."""
+        return self.epoch, self.round
 
 
 @dataclass(frozen=True, slots=True)

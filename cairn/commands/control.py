@@ -22,7 +22,16 @@ from protocol.identity import Identity
 from protocol.ids import PeerKey, Round
 from protocol.invite import Invite
 from protocol.message_codec import KeySigner, MessageDecoder
-from protocol.messages import MAX_BANNED, MAX_PARDONS, MAX_REASON, Directive, Pardon, Rollback, RoundChanges
+from protocol.messages import (
+    MAX_BANNED,
+    MAX_PARDONS,
+    MAX_REASON,
+    TRAINING_PHASES,
+    Directive,
+    Pardon,
+    Rollback,
+    RoundChanges,
+)
 from protocol.plain_text import is_plain
 
 if TYPE_CHECKING:
@@ -163,7 +172,7 @@ async def _what_ends(run: OwnedRun) -> str:
 
 def _present(status: SwarmStatus) -> list[PeerStatus]:
     """Return the peers that train, or would if the run went on."""
-    return [p for p in status.peers if p.phase in ("training", "exchanging", "paused")]
+    return [p for p in status.peers if p.phase in (*TRAINING_PHASES, "paused")]
 
 
 async def _wait_for_last_state(run: OwnedRun) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import islice
 
 from protocol.ids import Digest, PeerKey
+from protocol.messages import TRAINING_PHASES
 from protocol.rounds.context import Context
 from protocol.rounds.exchange import Exchange
 from protocol.rounds.members import Member
@@ -60,7 +61,7 @@ class AwaitedMembers:
         if member.heard >= round_.began:
             return member.trains_in(round_.parent)
         # Not heard from in this round yet: it was with us a moment ago, and most likely still is.
-        return member.beat.phase in ("training", "exchanging") and self._is_fresh(member)
+        return member.beat.phase in TRAINING_PHASES and self._is_fresh(member)
 
     def _is_fresh(self, member: Member) -> bool:
         return not self._context.deadlines.due("silent", member.heard + 2 * self._context.policy.heartbeat_seconds)
@@ -71,7 +72,7 @@ class AwaitedMembers:
         if member is None or key in self._round.headers or member.heard < self._round.began:
             return False
         if member.beat.head in self._recent_records:
-            return member.beat.phase in ("training", "exchanging")
+            return member.beat.phase in TRAINING_PHASES
         return member.trains_in(self._round.parent) and not member.beat.windows
 
     def update(self) -> None:

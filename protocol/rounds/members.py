@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from protocol.bounded import BoundedDict
 from protocol.ids import Digest, PeerKey
-from protocol.messages import Goodbye, Heartbeat, Signed
+from protocol.messages import TRAINING_PHASES, Goodbye, Heartbeat, Signed
 from protocol.rounds.policy import RoundPolicy
 
 MAX_PENALTY = 6
@@ -44,7 +44,7 @@ class Member:
 
     def trains_in(self, parent: Digest) -> bool:
         """Return whether its last heartbeat says that it works on the round after `parent`."""
-        return self.beat.head == parent and self.beat.phase in ("training", "exchanging", "leaving")
+        return self.beat.head == parent and self.beat.phase in (*TRAINING_PHASES, "leaving")
 
 
 class Penalties:
