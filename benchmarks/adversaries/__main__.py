@@ -57,6 +57,10 @@ HONEST = ((TINY, 120), (SMALL, 12))
 """Swarms of honest peers, and how many of their updates are compared."""
 
 
+RULES_COMMIT = "9998d702932e61225fb37e3896a9f81a8429b4b0"
+"""The commit since which no rule of audits has changed."""
+
+
 def scenarios(seeds: Sequence[int]) -> Iterator[tuple[str, Scenario]]:
     """Yield the runs, each with the name of its defences: the first seed with five hostile peers comes first."""
     for seed in seeds:
