@@ -90,7 +90,7 @@ def results(**changes: Any) -> dict[str, Any]:
         if (r["attack"], r["defences"], r["hostile"]) == ("noise", "all", 7):
             r.update(changes)
     verdicts = {"passed": 20_000, "passed second": 0, "no report": 0, "failed": changes.get("failed", 2)}
-    honest = [{"comparisons": 20_000, "verdicts": verdicts}]
+    honest = [{"updates": 200, "comparisons": 20_000, "verdicts": verdicts}]
     large = row(next(s for _, s in adversaries.scenarios([1]) if not s.attack))
     large |= {"rounds": LARGE.rounds} | changes.get("large", {})
     return {"runs": adversaries.with_ratios(runs), "honest": honest, "large": [large]}
