@@ -150,8 +150,12 @@ def member_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option(
     "--only-when-idle/--always", default=None, help="Rest while other programs use the GPU, or people the keyboard."
 )
-@click.option("--max-upload", metavar="RATE", help="Most bytes a second to send, for example 2M (16 Mbit/s).")
-@click.option("--max-download", metavar="RATE", help="Most bytes a second to receive, for example 5M.")
+@click.option(
+    "--max-upload",
+    metavar="RATE",
+    help="Most bytes a second of updates, states and data to send, for example 2M (16 Mbit/s).",
+)
+@click.option("--max-download", metavar="RATE", help="The same to receive, for example 5M.")
 @click.option("--max-upload-day", metavar="SIZE", help="Most bytes to send a day, for example 20G.")
 @click.option("--max-download-day", metavar="SIZE", help="Most bytes to receive a day.")
 @_auto(

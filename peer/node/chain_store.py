@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice, takewhile
 from typing import Any, TypeVar
 
@@ -189,7 +190,9 @@ class ChainStore:
             try:
                 return await asyncio.shield(reading)
             finally:
-                await asyncio.wait([reading])
+                while not reading.done():
+                    with suppress(asyncio.CancelledError):  # the first is on its way, and a second one may come
+                        await asyncio.wait([reading])
                 if not reading.cancelled():
                     reading.exception()  # its asker may be gone
 

@@ -16,7 +16,6 @@ from protocol.token_bucket import TokenBucket
 BURST_SECONDS = 2
 """A burst is what a rate allows in this time."""
 
-
 STRANGERS_SHARE = 0.25
 """The part of the uplink that a user allows which answers to strangers take at most."""
 

@@ -407,7 +407,6 @@ class RoundMachine:
             return
         context.notify("warning", "rollback", text)
         self._sync.rolled_back()
-        self._requested_for = ()
         round_ = self._consensus.round
         if round_ is not None and round_.parent in context.chain and round_.epoch != context.chain.epoch(round_.parent):
             self._consensus.reopen()

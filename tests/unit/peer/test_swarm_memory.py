@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import async_timeout
@@ -26,6 +29,7 @@ from peer.swarm import (
     SwarmStartError,
 )
 from peer.swarm import swarm as swarm_module
+from peer.swarm.pace import Paces
 from peer.swarm.rate_limiter import CallLimits, RateLimiter
 from peer.swarm.swarm import CALLS_OUT, DIALS
 from peer.swarm.transfer import requests
@@ -52,6 +56,7 @@ class Member:
         self.packets: list[tuple[PeerKey, wire.Packet]] = []
         self.serve_refusal: Callable[[Digest, PeerKey], str | None] = lambda blob, by: None
         self.requested: list[tuple[Digest, PeerKey]] = []
+        self.chain: Callable[[wire.ChainRequest], Any] = lambda r: wire.ChainReply(certificates=list(r.locator))
         self.strangers: set[PeerKey] = set()
         self.spec = b""
         self.warnings: list[str] = []
@@ -59,23 +64,30 @@ class Member:
         self.limiter = RateLimiter(CallLimits(calls_per_second=20), lambda key: key not in self.strangers)
         self.transport = network.host(self.key, limiter=self.limiter)
 
-    async def start(self, *initial: str) -> None:
-        handlers = Handlers(
+    @property
+    def handlers(self) -> Handlers:
+        return Handlers(
             on_packet=lambda sender, packet: self.packets.append((sender, packet)),
-            on_chain_request=lambda sender, request: wire.ChainReply(certificates=list(request.locator)),
+            on_chain_request=lambda sender, request: self.chain(request),
             serve_refusal=lambda blob, by: self.serve_refusal(blob, by),
             on_blob_requested=lambda blob, by: self.requested.append((blob, by)),
             on_warning=self.warnings.append,
             is_known=lambda key: key not in self.strangers,
             on_coordinator_address_request=lambda _: wire.CoordinatorAddressReply(spec=self.spec),
         )
+
+    async def start(self, *initial: str) -> None:
         self.swarm = await Swarm.over(
-            self.transport, self.limiter, self.key, RUN, store=self.store, handlers=handlers, initial=initial,
+            self.transport, self.limiter, self.key, RUN, store=self.store, handlers=self.handlers, initial=initial,
             limits=SwarmLimits(
                 streams=StreamLimits(open_seconds=0.02),  # until it is known that somebody cannot be dialled
                 serve=ServeLimits(strangers_bytes_per_second=4 * CHUNK, wait_seconds=0.5),
             ),
         )  # fmt: skip
+
+    async def stop(self) -> None:
+        await self.swarm.stop()
+        self.store.close()
 
 
 @pytest.fixture
@@ -86,8 +98,7 @@ async def three(tmp_path: Path) -> Any:
         await member.start(*(made[0].swarm.addresses if member is not made[0] else ()))
     yield made
     for member in made:
-        await member.swarm.stop()
-        member.store.close()
+        await member.stop()
 
 
 async def test_packets_and_requests_go_to_whoever_they_are_for(three: list[Member]):
@@ -133,9 +144,42 @@ async def test_a_record_counts_for_its_proof_and_for_each_signature_in_it(tmp_pa
     for packet in (wire.Packet(messages=[header]), wire.Packet(messages=[record]), wire.Packet(certificates=[header])):
         await b.swarm.send(a.key, packet)
     assert charged == [4096, (8 + 10) * 4096, (8 + 10) * 4096]
-    for member in (a, b):
-        await member.swarm.stop()
-        member.store.close()
+    await a.stop()
+    await b.stop()
+
+
+async def test_who_takes_a_chain_request_back_pays_and_shuts_out_nobody_for_long(three: list[Member]):
+    a, b, c = three
+    a.strangers = {b.key, c.key}
+
+    async def never(request: wire.ChainRequest) -> wire.ChainReply:
+        await asyncio.sleep(NEVER)
+        raise AssertionError
+
+    a.chain = never
+    with pytest.raises(PeerRefused, match="strangers send too much"):
+        for _ in range(9):
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(b.swarm.request_chain(a.key, wire.ChainRequest()), 0.05)
+    shared = a.limiter.strangers
+    assert shared is not None and -shared.volume.burst <= shared.volume.tokens < 0, "the debt is one burst at most"
+    assert shared.answers.tokens == shared.answers.burst, "nothing was sent"
+
+
+async def test_answers_to_strangers_keep_to_what_the_user_allows_as_it_changes(tmp_path: Path, monkeypatch):
+    network, made, paces = MemoryNetwork(), [], Paces()
+
+    async def start(identity: Identity, *, limiter: RateLimiter, **_: Any) -> Any:
+        made.append(limiter)
+        return network.host(identity.key, limiter=limiter)
+
+    monkeypatch.setattr("peer.swarm.swarm.Libp2pTransport", SimpleNamespace(start=start))
+    m = Member(network, 1, tmp_path)
+    m.swarm = await Swarm.start(Identity(bytes([1]) * 32), RUN, store=m.store, handlers=m.handlers, paces=paces)
+    for rate, expected in ((400_000, 400_000), (0, inf)):
+        paces.up.set_rate(rate)
+        assert made[0].uplink() == expected
+    await m.stop()
 
 
 async def test_twenty_newcomers_at_once_stay_far_below_the_limits_of_non_members(tmp_path: Path):

@@ -85,6 +85,27 @@ def test_a_move_to_rounds_that_are_rolled_back_is_not_waited_for():
     assert b.machine.phase == "training" and b.machine.summary(b.now).round == 1
 
 
+def test_after_a_rollback_to_the_head_the_updates_before_it_are_fetched_no_more():
+    """The state there is to be had; nobody may have the updates that led to it."""
+    b = Bench()
+    parent, state, wanted = b.chain.genesis, STATE, set()
+    for number in range(3):
+        theirs = b.header(OTHERS[0], 10, bytes([number]), round=Round(number), parent=parent, base_state=state,
+                          first_window=10 * number, end_window=10 * number + 10)  # fmt: skip
+        record = FakeSigner(OTHERS[0]).sign(RoundRecord(RUN, Round(number), parent, state, 0, (theirs,)))
+        made = certificate(record, [OTHERS[0]])
+        parent, state = made.digest, NEXT
+        b.step(ev.CertificateReceived(made, OTHERS[0]))
+        wanted |= {action.blob for action in b.of(do.FetchBlob)}
+    while not wanted:
+        b.beat(OTHERS[0], sequence=int(b.now) + 1, head=parent, weight=30)
+        b.step(ev.Tick(), b.now + 1.0)
+        wanted |= {action.blob for action in b.of(do.FetchBlob)}
+    assert b.chain.head == parent and len(wanted) == 3
+    b.step(ev.MessageReceived(directive(1, rollback=Rollback(1, parent, Round(3), NEXT))))
+    assert {action.blob for action in b.of(do.CancelFetch)} == wanted
+
+
 def test_who_still_trains_on_a_record_that_was_rolled_back_counts_for_no_round():
     b = Bench()
     b.announce()

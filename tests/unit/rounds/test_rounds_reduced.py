@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from protocol.ids import Digest, Round, sha256
+from protocol.ids import Digest, PeerKey, Round, sha256
 from protocol.merkle import CHUNK
-from protocol.messages import Goodbye, RoundRecord, ShardAttestation, UpdateHeader, Vote, shards_digest
+from protocol.messages import Finalization, Goodbye, RoundRecord, ShardAttestation, UpdateHeader, Vote, shards_digest
 from protocol.reduce_plan import ReducePlan
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
@@ -468,3 +468,23 @@ def test_a_shard_of_a_record_that_its_author_pushed_out_can_fail():
     assert round_ is not None and record.digest not in round_.proposals
     b.step(ev.ShardUnavailable(record.digest, asked[0].shard, b.others))
     assert not b.said(ShardAttestation)
+
+
+def test_a_shard_of_a_round_that_was_cut_off_the_tree_is_not_attested():
+    b = Reducing(0)
+    (duty,) = b.all_of(do.ReduceShard)
+    b.step(ev.ShardReduced(duty.record.digest, 0, shard_blob(0)))
+    first = b.of(do.ApplyRecord)[0].certificate
+    b.step(ev.StateReached(first.digest, Digest(sha256(b"next"))))
+    b.step(ev.TrainingProgress(25, 1.0, 1.0))
+    b.step(ev.UpdateReady(first.digest, 25, 25, 50, 5, blob_of(ME, b"second"), 9, 1.0))
+    second = b.all_of(do.ReduceShard)[-1]
+    assert second.record.body.parent == first.digest
+    record = b.record(OTHERS[0], [b.header(OTHERS[0], 30)])
+    rival = certificate(record, [OTHERS[0]], (shard_blob(9),))
+    b.step(ev.CertificateReceived(rival, OTHERS[0]))
+    owner = FakeSigner(PeerKey(sha256(b"owner")))
+    b.step(ev.MessageReceived(owner.sign(Finalization(RUN, Round(0), rival.digest))))
+    assert first.digest not in b.chain and b.of(do.CancelReduce) == [do.CancelReduce(second.record.digest)]
+    b.step(ev.ShardReduced(second.record.digest, 0, shard_blob(1)))
+    assert not b.said(ShardAttestation) and not b.of(do.StoreCertificate)
