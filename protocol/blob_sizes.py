@@ -12,8 +12,11 @@ from functools import cached_property
 from protocol.layout import BLOCK, Layout
 from protocol.spec import MEAN_KEEP_FACTOR, CodecSpec
 
-HEADER = 40
-"""Bytes before the encoded blocks of every blob."""
+FORMAT_HEADER = 40
+"""Bytes of a blob's header that tell the codec, the format and the model."""
+
+HEADER = FORMAT_HEADER + 32
+"""Bytes before the encoded blocks of every blob: then comes its author's key."""
 
 SCALE = 2
 """Bytes of one scale of an encoded block."""

@@ -169,8 +169,6 @@ def _decode_record(payload: bytes, decoder: MessageDecoder) -> RoundRecord:
             raise MalformedError("a record lists an update of another run, round, parent or base")
         if u.body.epoch != updates[0].body.epoch:
             raise MalformedError("a record lists updates of two epochs")
-    if len({u.body.blob for u in updates}) < len(updates):
-        raise MalformedError("a record lists one blob twice")
     directive = decoder.decode(m.directive, Directive) if m.directive else None
     weights = tuple(bounded("weight", w) for w in m.weights)
     if weights and (len(weights) != len(updates) or 0 in weights or weights == tuple(u.body.windows for u in updates)):

@@ -133,8 +133,11 @@ class Reduction:
     # -- what everybody does with a reduced shard ------------------------------------------------------------
 
     def check_shard(self, blob: Blob, count: int, shard: int) -> None:
-        """Raise CodecError unless this can be the reduced shard's blob."""
-        self.shard_codec(count, shard).check(blob)
+        """Raise CodecError unless this can be the reduced shard's blob. It names no author."""
+        codec = self.shard_codec(count, shard)
+        codec.check(blob)
+        if any(codec.author_of(blob)):
+            raise CodecError("a reduced shard that names an author: the place of the key must be zero")
 
     def check_shard_headers(self, shards: Sequence[Blob]) -> None:
         """Raise CodecError unless these are as many blobs as a round can have shards, of the right sizes, in order."""

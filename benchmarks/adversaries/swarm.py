@@ -162,7 +162,7 @@ class Swarm:
                 found[key] = made if isinstance(made, bytes) else self._encoded(made)
             else:
                 found[key] = self._encoded(values)
-        return found
+        return {key: self.world.codec.with_author(blob, key) for key, blob in found.items()}
 
     def _train(self, accepted: int, *, stale: bool) -> tuple[Tensor, Tensor]:
         """Return the progress of every peer, of all steps and of half of them: fp32 [peers, parameters]."""

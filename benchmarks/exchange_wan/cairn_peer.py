@@ -42,7 +42,7 @@ def keep_diary(node: Node, bus: NodeEvents, diary: Diary) -> None:
                 announced = node.chain.height(parent)
                 own.add(blob)
                 diary.say("announced", announced)
-            case events.BlobHeld(blob) if blob not in own and announced >= 0:
+            case events.BlobHeld(blob=blob) if blob not in own and announced >= 0:
                 diary.say("held", announced, blob=str(blob))
             case events.StateReached(record, state) if record in node.chain and record != node.chain.root:
                 body = node.chain.certificate(record).record.body

@@ -50,6 +50,7 @@ class StandIn:
 
     def __init__(self, end: TrainerEnd, diary: Diary, start: Start, number: int):
         self._end, self._diary, self._number = end, diary, number
+        self._me = start.identity_key
         self._spec = parse_spec(start.spec_path.read_bytes())
         self._layout = state_layout(self._spec.model.layout, self._spec.outer)
         self._codec = make_codec(self._spec.codec, self._spec.model.layout)
@@ -142,8 +143,9 @@ class StandIn:
             if tensor.numel % BLOCK:
                 raise ChannelError(f"{tensor.name} is not a whole number of blocks")
             blob += self._codec.encode_blocks(index, 0, torch.randn(tensor.numel, generator=generator))
-        self._made = blob_digest(memoryview(blob))
-        self._file.write_bytes(blob)
+        update = self._codec.with_author(blob, self._me)
+        self._made = blob_digest(update)
+        self._file.write_bytes(update)
         # Report some work: the others learn from heartbeats that this peer trains, and wait for it.
         self._progress(1)
         self._diary.ready(round)

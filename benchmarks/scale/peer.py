@@ -163,7 +163,7 @@ class Peer:
                 return
         else:
             seconds = shape.check if shape.exchange == "gather" else shape.check / shape.parts
-            event = ev.BlobHeld(blob)
+            event = ev.BlobHeld(blob, self.world.made_by.get(blob))
         cores[core] = max(clock.now, cores[core]) + seconds
         clock.at(cores[core], self.step, event)
 
@@ -208,6 +208,7 @@ class Peer:
         first, self.covered = self.claimed, self.counter
         blob = Digest(sha256(b"blob", self.key, action.parent))
         self.announced_at = self.world.clock.now
+        self.world.made_by[blob] = self.key
         self.step(
             ev.UpdateReady(
                 action.parent, first, first, self.covered, self.covered - first, blob, self.world.shape.blob, 2.5

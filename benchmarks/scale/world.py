@@ -15,7 +15,7 @@ from benchmarks.scale.peer import Peer
 from benchmarks.scale.shadows import Shadows
 from benchmarks.scale.shape import CORES, STEPS, Shape
 from benchmarks.scale.sizes import Sizes, key_of
-from protocol.ids import Digest, RunId, sha256
+from protocol.ids import Digest, PeerKey, RunId, sha256
 from protocol.messages import Certificate, Signed
 from protocol.rounds import events as ev
 
@@ -72,6 +72,9 @@ class World:
         count = shape.peers
         self.peers = [Peer(self, i, shape.step * self.rng.uniform(0.95, 1.05)) for i in range(shape.machines)]
         self.index_of = {key_of(i): i for i in range(count)}
+        self.made_by: dict[Digest, PeerKey] = {}
+        """The author of each update."""
+
         self.shadows = Shadows(self)
         self.links = Links(
             self.clock, shape.machines, [shape.up / 8] * count, [shape.down / 8] * count, self.delay, self.size_of,

@@ -30,12 +30,13 @@ log = logging.getLogger(__name__)
 class BlobFormat(Protocol):
     """The size in bytes, and the rules, of an update (a `Codec`) or of a reduced shard. Hashable.
 
-    `check` checks structure, bounds and finiteness. It raises CodecError.
+    `check` checks structure, bounds and finiteness. It raises CodecError. `author_of` is for a checked blob.
     """
 
     @property
     def size(self) -> int: ...
     def check(self, blob: Blob) -> None: ...
+    def author_of(self, blob: Blob) -> PeerKey | None: ...
 
 
 @dataclass(eq=False)
@@ -93,7 +94,8 @@ class RoundBlobFetcher:
         if size != blob_format.size:
             return BlobInvalid(blob, f"an update of {size} bytes, where the run's codec makes {blob_format.size}")
         try:
-            await self.ensure(blob, holders, blob_format)
+            path = await self.ensure(blob, holders, blob_format)
+            return BlobHeld(blob, blob_format.author_of(map_file(path)))
         except CodecError:
             return None  # posted by `ensure`
         except StoreFull:
@@ -101,7 +103,6 @@ class RoundBlobFetcher:
         except (CairnError, asyncio.TimeoutError) as e:
             self._log_failure(blob, str(e) or "no answer in time")
             return BlobUnavailable(blob)
-        return BlobHeld(blob)
 
     def _log_failure(self, blob: Digest, reason: str) -> None:
         count = self._failures.failed(time.monotonic())
@@ -110,10 +111,17 @@ class RoundBlobFetcher:
         elif count:
             log.info("%d more requests for blobs failed; the last: blob %s: %s", count, blob.short, reason)
 
-    async def ensure(self, blob: Digest, holders: Sequence[PeerKey], blob_format: BlobFormat | None = None) -> Path:
-        """Return the file of a blob, held and checked. By default the blob is an update.
+    async def ensure(
+        self,
+        blob: Digest,
+        holders: Sequence[PeerKey],
+        blob_format: BlobFormat | None = None,
+        author: PeerKey | None = None,
+    ) -> Path:
+        """Return the file of a blob, held and checked. By default the blob is an update, and of this author if given.
 
-        Raises CodecError for an invalid one, after BlobInvalid was posted; else the errors of `fetch_blob`.
+        Raises CodecError for an invalid one, after BlobInvalid was posted, and for one that names another author, after
+        BlobHeld was; else the errors of `fetch_blob`.
         """
         blob_format = blob_format or self.codec
         await self.verify(blob, blob_format)
@@ -129,6 +137,9 @@ class RoundBlobFetcher:
                 self.post(BlobInvalid(blob, str(e)))
                 raise
             self._checked.add((blob, blob_format))
+        if author is not None and (named := blob_format.author_of(map_file(path))) != author:
+            self.post(BlobHeld(blob, named))
+            raise CodecError(f"what a record lists as the update of {author.short} is another's")
         return path
 
     async def verify(self, blob: Digest, blob_format: BlobFormat | None = None) -> None:

@@ -63,6 +63,10 @@ class ReducedShardFormat:
     def check(self, blob: Blob) -> None:
         self.reduction.check_shard(blob, self.count, self.shard)
 
+    def author_of(self, blob: Blob) -> PeerKey | None:
+        """Return None: a committee makes it."""
+        return None
+
 
 @dataclass(eq=False)
 class ShardReducer:
@@ -153,6 +157,8 @@ class ShardReducer:
         }
         slices: dict[PeerKey, memoryview] = {}
         invalid: list[PeerKey] = []
+        copies: list[PeerKey] = []
+        """Authors whose update names another: all are searched for before any is named."""
         try:
             left = set(slice_tasks)
             while left and not invalid:
@@ -165,8 +171,12 @@ class ShardReducer:
                         self.post(BlobInvalid(slice_tasks[task].body.blob, str(e)))
                         invalid.append(author)
                         continue
-                    if found is not None:
-                        slices[author] = found
+                    if found is None:
+                        continue
+                    if shard == 0 and self.updates.codec.author_of(found) != author:
+                        copies.append(author)
+                        continue
+                    slices[author] = found
         finally:
             for task in slice_tasks:
                 task.cancel()
@@ -174,10 +184,11 @@ class ShardReducer:
         # Only the author of an invalid update is named: other slices may simply not have arrived yet. Authors whose
         # slices were never requested, because the time ran out, are not named either.
         missing = [h.author for h in record.body.updates if h.author not in slices]
-        unavailable = invalid or [author for author in missing if author in requested]
+        unavailable = invalid or [author for author in missing if author in requested or author in copies]
         if missing:
             names = ", ".join(a.short for a in unavailable) or "authors that were not asked yet"
-            log.info("shard %d is not made: %s of %s", shard, "invalid updates" if invalid else "no updates", names)
+            kind = "invalid updates" if invalid else "no updates, or others',"
+            log.info("shard %d is not made: %s of %s", shard, kind, names)
             return ShardUnavailable(record.digest, shard, tuple(sorted(unavailable)))
         weighed = zip(record.body.contributors, record.body.weighed, strict=True)
         contributions = [Contribution(author, windows, slices[author]) for author, windows in weighed]

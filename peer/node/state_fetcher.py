@@ -147,14 +147,14 @@ class StateFetcher:
         """
         record = certificate.record
         listed, holders = record.body.updates, list(record.body.contributors)
-        wanted: list[tuple[Digest, list[PeerKey], BlobFormat | None]]
+        wanted: list[tuple[Digest, list[PeerKey], BlobFormat | None, PeerKey | None]]
         if certificate.shards:
             wanted = [
-                (blob, holders, self.reducer.format_of(len(listed), shard))
+                (blob, holders, self.reducer.format_of(len(listed), shard), None)
                 for shard, blob in enumerate(certificate.shards)
             ]
         else:
-            wanted = [(u.body.blob, [u.author, *holders], None) for u in listed]
+            wanted = [(u.body.blob, [u.author, *holders], None, u.author) for u in listed]
         tasks = [asyncio.ensure_future(self._ensure(*one)) for one in wanted]
         try:
             files = tuple(await asyncio.gather(*tasks))
@@ -180,6 +180,8 @@ class StateFetcher:
             log.error("our update %s is gone from the store: its content is not put back", lost.short)
         return tuple(self.store.path(b) for b in held)
 
-    async def _ensure(self, blob: Digest, holders: Sequence[PeerKey], blob_format: BlobFormat | None) -> Path:
+    async def _ensure(
+        self, blob: Digest, holders: Sequence[PeerKey], blob_format: BlobFormat | None, author: PeerKey | None
+    ) -> Path:
         async with self._turns:
-            return await self.updates.ensure(blob, holders, blob_format)
+            return await self.updates.ensure(blob, holders, blob_format, author)

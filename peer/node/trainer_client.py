@@ -359,7 +359,7 @@ class TrainerClient:
         blob = await asyncio.to_thread(self.store.adopt, made.blob_path, made.digest)
         self.updates.trust(blob)
         self.made += 1
-        self.post(events.BlobHeld(blob))
+        self.post(events.BlobHeld(blob, self.me))
         self.post(
             events.UpdateReady(
                 made.parent,

@@ -132,7 +132,7 @@ class BaseState(ThreadOwned):
             if claim is None:
                 return NothingDone(ask.parent)
             entries = self.feedback_contents.entries
-            blob = self._announce()
+            blob = self.codec.with_author(self._announce(), self._me)
             self._is_announcing = True
         first, end, steps = claim
         rebase = self._rebase_window(windows, first)

@@ -1,6 +1,6 @@
 """The interface of codecs: fixed-size encoded blocks, encoding with error feedback, strict decoding in slices.
 
-A blob is a header of 40 bytes and the encoded blocks, tensors in layout order, blocks in the order of their
+A blob is a header of 72 bytes and the encoded blocks, tensors in layout order, blocks in the order of their
 coordinates. An encoded block's size depends only on the codec and the block's width, so its position is computed.
 Blocks can be encoded on different devices and joined. `docs/codec.md` has the bytes.
 
@@ -20,9 +20,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from protocol.blob_sizes import HEADER
+from protocol.blob_sizes import FORMAT_HEADER, HEADER
 from protocol.codec.batches import BATCH_BLOCKS, BATCH_BLOCKS_DEVICE, Batch, BlockRange, split_into_batches
 from protocol.errors import CodecError
+from protocol.ids import PeerKey
 from protocol.layout import BLOCK, Layout, TensorSlice
 from protocol.state import flat_view, local_views
 
@@ -83,8 +84,9 @@ class Codec(ABC):
 
     @property
     def header(self) -> bytes:
-        """The first bytes of every blob."""
-        return MAGIC + bytes([self.identifier, FORMAT]) + self.kept.to_bytes(2, "little") + self.layout.digest
+        """The header of a blob without an author: the place of the key is zero."""
+        start = MAGIC + bytes([self.identifier, FORMAT]) + self.kept.to_bytes(2, "little") + self.layout.digest
+        return start.ljust(HEADER, b"\0")
 
     # -- what a codec defines -------------------------------------------------------------------------------
 
@@ -114,7 +116,7 @@ class Codec(ABC):
     # -- encoding -------------------------------------------------------------------------------------------
 
     def encode(self, feedback: Mapping[str, Tensor], device: torch.device | None = None) -> bytearray:
-        """Compress the error feedback e into a blob, in place e <- e - decode(blob), bit for bit.
+        """Compress the error feedback e into a blob without an author, in place e <- e - decode(blob), bit for bit.
 
         The tensors of `feedback` are all on one device; `device` does the work (None: theirs). Of equally
         large coordinates a sparse codec keeps the first. Raises CodecError when e has a
@@ -181,10 +183,21 @@ class Codec(ABC):
             self._read((blob,), batch, "cpu", self._check)
 
     def check_header(self, blob: Blob) -> None:
-        """Raise CodecError unless the blob has the right size and header: what `decode_batch` takes for granted."""
+        """Raise CodecError unless the blob has the right size and header: what `decode_batch` takes for granted.
+
+        The author may be anybody.
+        """
         self.check_size(blob)
-        if bytes(blob[:HEADER]) != self.header:
+        if bytes(blob[:FORMAT_HEADER]) != self.header[:FORMAT_HEADER]:
             raise CodecError("an update for another codec, format or model: its header is not the run's")
+
+    def author_of(self, blob: Blob) -> PeerKey:
+        """Return the key that a blob names as its author: all zeros if it names none."""
+        return PeerKey(bytes(blob[FORMAT_HEADER:HEADER]))
+
+    def with_author(self, blob: Blob, author: PeerKey) -> bytes:
+        """Return the blob with another author: so nobody else can announce it under its digest."""
+        return b"".join((blob[:FORMAT_HEADER], author, blob[HEADER:]))
 
     def check_size(self, blob: Blob) -> None:
         """Raise CodecError unless the blob has as many bytes as every other."""

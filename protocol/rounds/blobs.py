@@ -133,7 +133,9 @@ class BlobTracker:
     def __init__(self, bound: int, retry_seconds: float):
         self._bound = bound
         self._retry = retry_seconds
-        self._held: BoundedDict[Digest, None] = BoundedDict(bound)
+        self._held: BoundedDict[Digest, PeerKey | None] = BoundedDict(bound)
+        """The author that each blob names; None for a shard."""
+
         self._invalid: BoundedDict[Digest, None] = BoundedDict(bound)
         self._requests: dict[Digest, _Request] = {}
         self._retries: set[Digest] = set()
@@ -150,9 +152,23 @@ class BlobTracker:
     def is_invalid(self, blob: Digest) -> bool:
         return blob in self._invalid
 
-    def hold(self, blob: Digest) -> None:
+    def holds_as(self, blob: Digest, role: BlobRole) -> bool:
+        """Return whether a blob is held that can be used in a role: an update must name who announced it."""
+        return blob in self._held if role.header is None else self.holds_update(role.header)
+
+    def holds_update(self, header: Signed[UpdateHeader]) -> bool:
+        """Return whether an update is held, and was made by who announced it."""
+        return self._held.get(header.body.blob) == header.author
+
+    def is_unusable(self, header: Signed[UpdateHeader]) -> bool:
+        """Return whether an update is known to be invalid, or to be another's."""
+        blob = header.body.blob
+        return blob in self._invalid or (blob in self._held and not self.holds_update(header))
+
+    def hold(self, blob: Digest, author: PeerKey | None) -> None:
+        """Note that the store has a blob. `author`: the one that it names."""
         self._requests.pop(blob, None)
-        self._held.renew(blob, None)
+        self._held.renew(blob, author)
 
     def reject(self, blob: Digest) -> None:
         self._requests.pop(blob, None)

@@ -88,7 +88,7 @@ class Consensus:
         is_reduced = context.chain.is_reduced_after(parent)
         round_ = RoundState(
             context.policy, context.chain, parent, self._sync.state, context.now, self._revision,
-            holds=(lambda blob: True) if is_reduced else context.blobs.holds,
+            is_delivered=(lambda header: True) if is_reduced else context.blobs.holds_update,
         )  # fmt: skip
         self.round = round_
         kind = ReducedExchange if is_reduced else GatheredExchange
@@ -151,18 +151,12 @@ class Consensus:
             return
         if author == context.me and (context.observer or self._sync.is_making_update):
             return
-        claimed = header.body.blob in round_.claimants
-        if (claimant := round_.claimed_by_another(header, listed=listed)) is not None:
-            if round_.report_once(author):
-                text = f"the update of {author.short} is refused: {claimant.short} announced the same blob before"
-                context.notify("warning", "refused", text, author)
-            return
         if not round_.add_header(header, context.now, context.members.has_room_for, listed=listed):
             return
-        if claimed:
-            round_.refuse_contradictions()
         if context.is_excluded(author):
             round_.exclude(author)
+        if context.blobs.is_unusable(header):
+            self._leave_out_copier(round_, author)
         context.members.note_announced(author)
         if not listed:
             context.chain.announce(header)
@@ -210,7 +204,7 @@ class Consensus:
             if u.author == context.me:
                 context.own.made(u.body.blob, round_.parent, round_.number)
         proposal = round_.add_record(
-            record, context.now, exchange.missing_for(record.body), context.blobs.is_invalid, refused=is_refused
+            record, context.now, exchange.missing_for(record.body), context.blobs.is_unusable, refused=is_refused
         )
         if proposal is not None and proposal.equivocated and round_.report_once(record.author):
             text = f"peer {record.author.short} proposed two records at once"
@@ -329,9 +323,24 @@ class Consensus:
         self._repeats = 0
         self._repeat_at = self._context.now + 2 * self._context.policy.heartbeat_seconds
 
-    def blob_held(self, blob: Digest) -> None:
-        if self.round is not None:
-            self.round.hold(blob)
+    def blob_held(self, blob: Digest, author: PeerKey | None) -> None:
+        """Leave out those who announced the blob as theirs if it names another `author`."""
+        context, round_ = self._context, self.round
+        context.blobs.hold(blob, author)
+        if round_ is None:
+            return
+        round_.hold(blob, author)
+        for copier in [h.author for h in round_.headers.values() if h.body.blob == blob and h.author != author]:
+            self._leave_out_copier(round_, copier)
+
+    def _leave_out_copier(self, round_: RoundState, copier: PeerKey) -> None:
+        context, members = self._context, self._context.members
+        round_.exclude(copier)
+        members.late.penalise(copier, round_.number)
+        members.distrusted.penalise(copier, round_.number)
+        if round_.report_once(copier):
+            text = f"peer {copier.short} announced a blob that another made, or that is invalid"
+            context.notify("warning", "bad-blob", text, copier)
 
     def continue_round(self) -> None:
         """Continue the open round with the trainer's state: it was lost, and is back."""
@@ -431,7 +440,6 @@ class Consensus:
         listed = exchange.listable()
         if attempt >= 1:
             listed = [h for h in listed if h.author == context.me or self._answers(round_, exchange, h.author, attempt)]
-            listed = round_.without_disputed(listed, context.me)
         reports, decisions = context.reports.to_include(round_.parent)
         convicted = {d.author for d in decisions if d.convicted}
         listed = self._without_surplus_silent(round_, [h for h in listed if h.author not in convicted])

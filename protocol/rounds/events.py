@@ -75,9 +75,13 @@ class UpdateReady:
 
 @dataclass(frozen=True, slots=True)
 class BlobHeld:
-    """A blob that `FetchBlob` or `FetchShard` named is in the store, and passed every check."""
+    """A blob that `FetchBlob` or `FetchShard` named is in the store, and passed every check.
+
+    `author`: the key that an update names, which may not be the one that announced it; None for a shard.
+    """
 
     blob: Digest
+    author: PeerKey | None
 
 
 @dataclass(frozen=True, slots=True)

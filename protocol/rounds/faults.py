@@ -16,7 +16,7 @@ SEARCHED_RECORDS = 64
 
 
 def blob_invalid(context: Context, consensus: Consensus, tip: Digest | None, blob: Digest, reason: str) -> None:
-    """Leave the author of an invalid update out of the round, and the signers of an invalid shard.
+    """Leave those who announced an invalid update out of the round, and the signers of an invalid shard.
 
     Nobody here votes for their record. A certified record that is applied with the blob is dropped; also one on the way
     to `tip`, a branch whose blobs are requested. A reduced record stands although it lists an invalid update: its
@@ -24,23 +24,23 @@ def blob_invalid(context: Context, consensus: Consensus, tip: Digest | None, blo
     """
     round_, exchange = consensus.round, consensus.exchange
     signers = set() if round_ is None or exchange is None else exchange.signers_of(blob)
-    announced = None if round_ is None else next((h for h in round_.headers.values() if h.body.blob == blob), None)
+    announced = [] if round_ is None else [h for h in round_.headers.values() if h.body.blob == blob]
     certified, role = _certified_with(context, blob, tip)
-    if role is not None and role.is_contradicted(announced=announced is not None, attested=bool(signers)):
+    if role is not None and role.is_contradicted(announced=bool(announced), attested=bool(signers)):
         certified = role = None  # that record is as good as before
     else:
         context.blobs.reject(blob)
-    header = announced or (None if role is None else role.header)
+    headers = announced or ([] if role is None or role.header is None else [role.header])
     if round_ is not None and exchange is not None:
         round_.reject(blob)
-        if header is not None and round_.headers.get(header.author) is header:
+        for header in announced:
             round_.exclude(header.author)
         exchange.blob_invalid(blob, sorted(signers))
-    if header is not None:
+    for author in [h.author for h in headers]:
         number = 0 if round_ is None else round_.number
-        context.members.late.penalise(header.author, number)
-        context.members.distrusted.penalise(header.author, number)
-    author = None if header is None else header.author
+        context.members.late.penalise(author, number)
+        context.members.distrusted.penalise(author, number)
+    author = headers[0].author if headers else None
     phrase = ("an update" if role is None else role.phrase) + ("" if author is None else f" of {author.short}")
     context.notify("warning", "bad-blob", f"{phrase} breaks the codec's rules: {reason}", author)
     if certified is not None and role is not None:

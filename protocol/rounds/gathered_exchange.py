@@ -36,7 +36,7 @@ class GatheredExchange(Exchange):
 
     def is_delivered(self, header: Signed[UpdateHeader]) -> bool:
         """Return whether the update is held."""
-        return self._context.blobs.holds(header.body.blob)
+        return self._context.blobs.holds_update(header)
 
     def failed_attempts(self, attempt: int) -> int:
         """Return the attempt: each one before it failed."""

@@ -200,9 +200,8 @@ class RoundMachine:
                 self._consensus.progress(event)
             case ev.UpdateReady():
                 self._consensus.update_ready(event, self._status.admission)
-            case ev.BlobHeld(blob):
-                context.blobs.hold(blob)
-                self._consensus.blob_held(blob)
+            case ev.BlobHeld(blob, author):
+                self._consensus.blob_held(blob, author)
             case ev.BlobInvalid(blob, reason):
                 blob_invalid(context, self._consensus, self._sync.retried_tip, blob, reason)
                 self._close_dropped_round()

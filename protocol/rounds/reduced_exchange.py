@@ -77,7 +77,7 @@ class ReducedExchange(Exchange):
     def counts_as_announced(self, header: Signed[UpdateHeader]) -> bool:
         """Return whether nothing is known against the author or the update."""
         context, author = self._context, header.author
-        known_bad = context.blobs.is_invalid(header.body.blob) or author in self._left_out or author in self._silent
+        known_bad = context.blobs.is_unusable(header) or author in self._left_out or author in self._silent
         return not known_bad and not context.members.withheld.applies_to(author, self._round.number)
 
     def awaits(self, header: Signed[UpdateHeader]) -> bool:
@@ -217,8 +217,8 @@ class ReducedExchange(Exchange):
 
     def shard_reduced(self, record: Digest, shard: int, blob: Digest) -> None:
         if self._has_duty(record, shard):
-            self._context.blobs.hold(blob)
-            self._round.hold(blob)
+            self._context.blobs.hold(blob, None)
+            self._round.hold(blob, None)
             self._attest(ShardAttestation(self._context.run, self._round.number, record, shard, blob))
 
     def shard_unavailable(self, record: Digest, shard: int, authors: Iterable[PeerKey]) -> None:

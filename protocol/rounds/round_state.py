@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import islice
 from math import log
 from types import MappingProxyType
@@ -92,9 +92,9 @@ class RoundState:
         now: float,
         revision: int = 0,
         *,
-        holds: Callable[[Digest], bool] = lambda blob: True,
+        is_delivered: Callable[[Signed[UpdateHeader]], bool] = lambda header: True,
     ):
-        """Open a round. `holds` returns whether a blob is held: True in a reduced round, where none need be."""
+        """Open a round. `is_delivered` returns whether an update is held: True in a reduced round: none need be."""
         self.policy = policy
         self.chain = chain
         self.parent = parent
@@ -115,14 +115,6 @@ class RoundState:
 
         self.equivocators: set[PeerKey] = set()
         """Authors of two headers: no record of ours lists either."""
-
-        self.claimants: dict[Digest, PeerKey] = {}
-        """The author whose header announced a blob, by blob."""
-
-        self.disputed: set[Digest] = set()
-        """Blobs that a second author claimed: which of the two copied is not known for certain."""
-
-        self._disputers: set[PeerKey] = set()
 
         self.excluded: set[PeerKey] = set()
         """Authors that no record of ours lists: of an invalid blob or two headers, banned or barred."""
@@ -146,7 +138,7 @@ class RoundState:
         self.reported: set[PeerKey] = set()
         """Authors of whom an equivocation or a wrong digest was reported."""
 
-        self._holds = holds
+        self._is_delivered = is_delivered
         recent = (record for record in islice(chain.ancestors(parent), RECENT_RECORDS) if record != chain.root)
         self._recent = frozenset(a for record in recent for a in chain.certificate(record).record.body.contributors)
         self._stakes = chain.stakes(parent)
@@ -205,7 +197,6 @@ class RoundState:
             self._forget_header(spare[-1])
         self.headers[author] = header
         self.received_at[author] = now
-        self.claimants[header.body.blob] = author
         if not listed:
             self.direct_authors.add(author)
         if self.first_header_at is None:
@@ -215,10 +206,7 @@ class RoundState:
         return True
 
     def _forget_header(self, author: PeerKey) -> None:
-        blob = self.headers.pop(author).body.blob
-        del self.received_at[author]
-        if self.claimants.get(blob) == author:
-            del self.claimants[blob]
+        del self.headers[author], self.received_at[author]
         self.direct_authors.discard(author)
         self._jumps.pop(author, None)
         self._order = None
@@ -233,50 +221,19 @@ class RoundState:
     def equivocate(self, second: Signed[UpdateHeader], *, listed: bool) -> None:
         """Note that an author announced a second header. Both are left out; the first that came by itself counts."""
         author = second.author
-        if not listed and author not in self.direct_authors and second.body.blob not in self.claimants:
+        if not listed and author not in self.direct_authors:
             received = self.received_at[author]
             self._forget_header(author)
             self.headers[author], self.received_at[author] = second, received
-            self.claimants[second.body.blob] = author
             self.direct_authors.add(author)
             self.refuse_contradictions()
         self.equivocators.add(author)
         self.exclude(author)
 
-    def claimed_by_another(self, header: Signed[UpdateHeader], *, listed: bool) -> PeerKey | None:
-        """Return the other author that announced the blob of a new header before: the first claim counts.
-
-        A claim that only a record lists gives way to one that came by itself: its header is forgotten here. A second
-        claim makes the blob disputed: one blob for each author, and none of an author with stake by one without. Or
-        else a single key would dispute the updates of all.
-        """
-        blob, author, claimant = header.body.blob, header.author, self.claimants.get(header.body.blob)
-        if claimant is None or claimant == author:
-            return None
-        if not listed and claimant not in self.direct_authors:
-            self._forget_header(claimant)
-            return None
-        weaker = self._stakes.get(claimant, 0) > 0 and not self._stakes.get(author, 0)
-        if not weaker and blob not in self.disputed and author not in self._disputers:
-            self._disputers.add(author)
-            self.disputed.add(blob)
-        return claimant
-
-    def without_disputed(self, listed: Sequence[Signed[UpdateHeader]], me: PeerKey) -> list[Signed[UpdateHeader]]:
-        """Return the updates that nobody disputes, and our own; all if a third of the stake or more is disputed.
-
-        While nobody of them has stake, a third of the updates.
-        """
-        left = [h for h in listed if h.author == me or h.body.blob not in self.disputed]
-        stake = sum(self._stakes.get(h.author, 0) for h in listed)
-        kept = sum(self._stakes.get(h.author, 0) for h in left) if stake else len(left)
-        return left if 3 * kept > 2 * (stake or len(listed)) else list(listed)
-
     def contradicts(self, listed: Signed[UpdateHeader]) -> bool:
-        """Return whether a header of a record contradicts one that came by itself, or the first claim of its blob."""
-        author, blob = listed.author, listed.body.blob
-        other = author in self.direct_authors and self.headers[author].digest != listed.digest
-        return other or self.claimants.get(blob, author) != author
+        """Return whether a header of a record contradicts one that came by itself."""
+        author = listed.author
+        return author in self.direct_authors and self.headers[author].digest != listed.digest
 
     def refuse_contradictions(self) -> None:
         """Refuse the proposals that list a header which contradicts what came by itself."""
@@ -304,9 +261,7 @@ class RoundState:
         Peers that hold other updates see another order: a record out of turn still counts after a while.
         """
         if self._order is None:
-            ready = (
-                h.author for h in self.candidates() if h.author in self.direct_authors and self._holds(h.body.blob)
-            )
+            ready = (h.author for h in self.candidates() if h.author in self.direct_authors and self._is_delivered(h))
             self._order = proposer_order(self._seed, ready, self._stakes, self._recent)
         return self._order
 
@@ -371,7 +326,7 @@ class RoundState:
         record: Signed[RoundRecord],
         now: float,
         missing: set[Digest],
-        is_invalid: Callable[[Digest], bool],
+        is_unusable: Callable[[Signed[UpdateHeader]], bool],
         *,
         refused: bool,
     ) -> Proposal | None:
@@ -389,7 +344,7 @@ class RoundState:
             return None
         if evicted is not None:
             self._forget_record(evicted)
-        bad = any(is_invalid(u.body.blob) for u in record.body.updates)
+        bad = any(map(is_unusable, record.body.updates))
         proposal = Proposal(record, now, missing, bad=bad, refused=refused)
         for other in by_author:
             if other.record.body.attempt == record.body.attempt and other.record.digest in self.proposals:
@@ -469,10 +424,13 @@ class RoundState:
     def propose(self, record: Signed[RoundRecord]) -> None:
         self.proposed = record
 
-    def hold(self, blob: Digest) -> None:
+    def hold(self, blob: Digest, author: PeerKey | None) -> None:
+        """Note that a blob is held. No proposal that lists it as the update of another `author` gets our vote."""
         self._order = None
         for proposal in self.proposals.values():
             proposal.missing.discard(blob)
+            listed = (u.author for u in proposal.record.body.updates if u.body.blob == blob)
+            proposal.bad = proposal.bad or any(by != author for by in listed)
 
     def reject(self, blob: Digest) -> None:
         """Note that a blob is invalid: no proposal with it gets our vote."""
@@ -562,5 +520,4 @@ class RoundState:
             "excluded": (len(self.excluded), 2 * top),
             "equivocators": (len(self.equivocators), 2 * top),
             "reported": (len(self.reported), 2 * top),
-            "disputed": (len(self.disputed), 2 * top),
         }

@@ -5,9 +5,9 @@ One thing at a time is requested of the trainer: an update, or a move to another
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from protocol.ids import Digest, Round
+from protocol.ids import Digest, PeerKey, Round
 from protocol.messages import Certificate, Rollback
 from protocol.rounds.actions import ApplyRecord, KeepState, RequestUpdate, SyncState
 from protocol.rounds.blobs import BlobRole, applied_blobs
@@ -79,8 +79,8 @@ class StateSync:
         """The head whose blobs are missing, and the time since which some are."""
 
         self._reported_unavailable: Digest | None = None
-        self._needed: dict[tuple, dict[Digest, BlobRole]] = {}
-        self._missing: Digest | None = None
+        self._needed: dict[tuple, dict[tuple[Digest, PeerKey], BlobRole]] = {}
+        self._missing: tuple[Digest, PeerKey] | None = None
         """One blob that was missing a moment ago, and most often still is."""
 
     @property
@@ -154,28 +154,31 @@ class StateSync:
 
         They are of the records since the trainer's state, or since the newest checkpoint on another branch.
         """
-        return self._blobs_to(self._context.chain.head)
+        return _by_digest(self._blobs_to(self._context.chain.head))
 
     def needed_again(self) -> dict[Digest, BlobRole]:
         """Return the same for the tip of the quarantined branch whose blobs are requested again."""
-        return {} if self.retried_tip is None else self._blobs_to(self.retried_tip)
+        return {} if self.retried_tip is None else _by_digest(self._blobs_to(self.retried_tip))
 
-    def _blobs_to(self, head: Digest) -> dict[Digest, BlobRole]:
+    def _blobs_to(self, head: Digest) -> dict[tuple[Digest, PeerKey], BlobRole]:
+        """Return the blobs that a move to a record needs, by digest and by the peer that must have it."""
         key = (self.applied, head, self._failures, self.joined)
         if key not in self._needed:
             if len(self._needed) >= REMEMBERED_PATHS:
                 self._needed.clear()
             self._needed[key] = {}
             for certificate in self._sync_path(head):
-                self._needed[key].update(applied_blobs(certificate))
+                self._needed[key] |= {
+                    (blob, role.responsible): role for blob, role in applied_blobs(certificate).items()
+                }
         return self._needed[key]
 
     def _is_here(self, head: Digest) -> bool:
         """Return whether all blobs that a move to a record needs are held."""
-        needed, holds = self._blobs_to(head), self._context.blobs.holds
-        if self._missing is not None and self._missing in needed and not holds(self._missing):
+        needed, holds = self._blobs_to(head), self._context.blobs.holds_as
+        if self._missing is not None and self._missing in needed and not holds(self._missing[0], needed[self._missing]):
             return False
-        self._missing = next((blob for blob in needed if not holds(blob)), None)
+        self._missing = next((name for name, role in needed.items() if not holds(name[0], role)), None)
         return self._missing is None
 
     def _sync_path(self, head: Digest) -> tuple[Certificate, ...]:
@@ -228,7 +231,7 @@ class StateSync:
         """Note the trainer's answer. Return the parent for which an update was requested, if one was."""
         requested, self._making = self._making, None
         if event.blob is not None:
-            self._context.blobs.hold(event.blob)
+            self._context.blobs.hold(event.blob, self._context.me)
             if not self.reset:
                 self._context.own.made(event.blob, event.parent, self._making_round)
         return requested
@@ -267,7 +270,7 @@ class StateSync:
             if first.base_state != self.state:
                 self.discard_state(first.base_state)
                 return True
-            if all(context.blobs.holds(blob) for blob in applied_blobs(path[0])):
+            if self._holds_all_of(path[0]):
                 return self._apply(path[0])
         elif self._is_here(head):
             if chain.is_ancestor(self.applied, head):
@@ -350,7 +353,7 @@ class StateSync:
         if not self._has_waited_for_blobs(since):
             return False
         applied = ((certificate, *item) for certificate in path for item in applied_blobs(certificate).items())
-        missing = ((certificate, role) for certificate, blob, role in applied if not context.blobs.holds(blob))
+        missing = ((certificate, role) for certificate, blob, role in applied if not context.blobs.holds_as(blob, role))
         certificate, role = next(missing, (None, None))
         if certificate is None or role is None:
             return False
@@ -380,7 +383,7 @@ class StateSync:
 
     def _step_meanwhile(self) -> bool:
         """Apply the next record of our own branch, if it has one, while the head cannot be reached yet."""
-        context, chain, applied = self._context, self._context.chain, self.applied
+        chain, applied = self._context.chain, self.applied
         if applied is None or self._waiting is None:
             return False
         if not self._has_waited_for_blobs(self._waiting[1]):
@@ -391,7 +394,10 @@ class StateSync:
         following = chain.path(applied, tip)[0]
         if following.record.body.base_state != self.state:
             return False
-        return all(context.blobs.holds(blob) for blob in applied_blobs(following)) and self._apply(following)
+        return self._holds_all_of(following) and self._apply(following)
+
+    def _holds_all_of(self, certificate: Certificate) -> bool:
+        return all(self._context.blobs.holds_as(blob, role) for blob, role in applied_blobs(certificate).items())
 
     def _report_unavailable(self, record: Digest) -> None:
         """Report that there is no other branch to go to: a member with the blobs is awaited."""
@@ -482,3 +488,7 @@ class StateSync:
             "paths": (len(self._needed), REMEMBERED_PATHS),
             **self.quarantine.sizes(),
         }
+
+
+def _by_digest(needed: Mapping[tuple[Digest, PeerKey], BlobRole]) -> dict[Digest, BlobRole]:
+    return {blob: role for (blob, _), role in needed.items()}

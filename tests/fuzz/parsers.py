@@ -44,6 +44,7 @@ from peer.swarm.addresses import dial_addresses
 from peer.swarm.libp2p.dht import HeartbeatValidator, unpack_records
 from peer.swarm.transfer import frames
 from protocol import coordinator_address, spec
+from protocol.blob_sizes import HEADER
 from protocol.chain import Chain, ChainLimits
 from protocol.codec import make_codec
 from protocol.compact_record import compact, header_id, parse_compact_record
@@ -316,7 +317,7 @@ def mutate_blob(rng: random.Random, data: bytes) -> bytes:
         return mutate_bytes(rng, data)
     out = bytearray(data)
     for _ in range(rng.choice((1, 1, 8))):
-        at = rng.randrange(40 if rng.random() < 0.95 else 0, max(41, len(out)))
+        at = rng.randrange(HEADER if rng.random() < 0.95 else 0, max(HEADER + 1, len(out)))
         put = rng.choice((b"\0", b"\xff", b"\x80", b"\x7f", b"\x80\x7f", b"\xc0\x7f", b"\x80\xff", rng.randbytes(4)))
         out[at : at + len(put)] = put[: max(0, len(out) - at)]
     return bytes(out)
@@ -341,8 +342,8 @@ def _blobs() -> Parser:
 
 def _shards() -> Parser:
     sizes = [(r.shard_codec(2, 1), r) for r in REDUCTIONS]
-    shards = [bytes(c.header) + bytes(c.size - 40) for c, _ in sizes if c.identifier != 5]
-    shards += [made.made_blob(c, "shard") for c, _ in sizes if c.identifier == 2]
+    shards = [bytes(c.header) + bytes(c.size - HEADER) for c, _ in sizes if c.identifier != 5]
+    shards += [c.with_author(made.made_blob(c, "shard"), PeerKey(bytes(32))) for c, _ in sizes if c.identifier == 2]
 
     def parse(data: bytes) -> None:
         for codec, reduction in sizes:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from protocol.blob_sizes import HEADER
 from protocol.codec import make_codec
 from protocol.errors import CodecError
 from protocol.layout import Layout
@@ -48,8 +49,8 @@ def test_mutated_bytes_are_refused_or_decode_to_sane_numbers(spec, edits):
 @given(st.sampled_from(SPECS), st.integers(0, 2**31), st.integers(0, 255))
 def test_random_records_are_refused_or_decode_to_sane_numbers(spec, seed, every):
     codec, blob = blob_of(spec)
-    noise_bytes = torch.randint(0, 256, (codec.size - 40,), generator=torch.Generator().manual_seed(seed))
-    blob[40:] = bytes((noise_bytes & every).tolist())
+    noise_bytes = torch.randint(0, 256, (codec.size - HEADER,), generator=torch.Generator().manual_seed(seed))
+    blob[HEADER:] = bytes((noise_bytes & every).tolist())
     assert_refused_or_sane(codec, blob)
 
 
@@ -99,7 +100,7 @@ def sparse_block(lo=1.0, hi=2.0, positions: list[int] | None = None) -> bytes:
 
 
 GOOD = sparse_block()
-SECOND_RECORD = 40 + len(GOOD)
+SECOND_RECORD = HEADER + len(GOOD)
 
 
 def test_the_hand_made_block_is_valid():
@@ -140,24 +141,24 @@ def test_a_position_beyond_a_short_block_is_refused():
     layout = Layout.of({"w": (100,)})  # two of 100, five low bits: the high part can say up to 127
     codec, blob = blob_of(K64, layout)
     encoded = bf16(1.0) + bf16(2.0) + elias_fano([3, 100], low=5, m=100) + b"\0"
-    blob[40:] = encoded
+    blob[HEADER:] = encoded
     with pytest.raises(CodecError, match="beyond the block's end"):
         codec.check(blob)
-    blob[40:] = bf16(1.0) + bf16(2.0) + elias_fano([3, 99], low=5, m=100) + b"\0"
+    blob[HEADER:] = bf16(1.0) + bf16(2.0) + elias_fano([3, 99], low=5, m=100) + b"\0"
     codec.check(blob)
 
 
 def test_padding_bits_are_refused_wherever_they_are():
     layout = Layout.of({"w": (100,)})
     codec, good = blob_of(K64, layout)
-    for at, bit, why in ((44, 2, "low parts"), (45, 5, None), (46, 4, "values")):
+    for at, bit, why in ((4, 2, "low parts"), (5, 5, None), (6, 4, "values")):
         blob = bytearray(good)
-        section = {44: 45, 45: 46, 46: 47}[at]  # the last byte of low parts, unary parts, values
+        section = HEADER + at + 1  # the last byte of low parts, unary parts, values
         blob[section] |= 0x80 if bit else 0
         with pytest.raises(CodecError, match=why or "positions"):
             codec.check(blob)
     codec, blob = blob_of(CodecSpec(kind="sparse", k=2048), Layout.of({"w": (9,)}))  # a bitmap of 9 bits
-    blob[45] |= 0x80
+    blob[HEADER + 5] |= 0x80
     with pytest.raises(CodecError, match="padding bits of the positions"):
         codec.check(blob)
 
@@ -172,7 +173,7 @@ def test_a_bitmap_with_another_count_is_refused():
 def test_padding_bits_of_signs_are_refused():
     codec, blob = blob_of(SIGN, Layout.of({"w": (9,)}))
     codec.check(blob)
-    blob[43] |= 2
+    blob[HEADER + 3] |= 2
     with pytest.raises(CodecError, match="padding bits of the signs"):
         codec.check(blob)
 
@@ -193,7 +194,7 @@ def test_padding_bits_of_signs_are_refused():
 )
 def test_each_defect_of_a_dense_block_is_refused_with_its_place(spec, at, put, why):
     codec, blob = blob_of(spec, BLOCKS)
-    at += 40 + 2 * codec.encoded_size(4096)
+    at += HEADER + 2 * codec.encoded_size(4096)
     blob[at : at + len(put)] = put
     with pytest.raises(CodecError, match=f"tensor 'second', block 1: .*{why}"):
         codec.check(blob)

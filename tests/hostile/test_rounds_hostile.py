@@ -196,7 +196,7 @@ def test_early_headers_of_admitted_strangers_make_room_for_those_of_members():
         work = dict(round=Round(1), parent=made.digest, base_state=head("next"), first_window=first, end_window=20)
         b.step(ev.MessageReceived(b.header(key, label=b"2", **work)))
     b.step(ev.CertificateReceived(made, MEMBER))
-    b.step(ev.BlobHeld(theirs.body.blob))
+    b.step(ev.BlobHeld(theirs.body.blob, theirs.author))
     b.step(ev.StateReached(made.digest, head("next")))
     summary = b.machine.summary(b.now)
     assert summary.round == 1 and MEMBER in [h.author for h in summary.headers]

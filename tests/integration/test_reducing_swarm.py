@@ -45,9 +45,10 @@ async def pool(tmp_path_factory):
     await made.close()
 
 
-def update(seed: int) -> bytes:
-    noise = torch.Generator().manual_seed(seed)
-    return bytes(CODEC.encode({t.name: torch.randn(t.shape, generator=noise) for t in LAYOUT.tensors}))
+def update(author: PeerKey) -> bytes:
+    noise = torch.Generator().manual_seed(author[0])
+    blob = CODEC.encode({t.name: torch.randn(t.shape, generator=noise) for t in LAYOUT.tensors})
+    return CODEC.with_author(blob, author)
 
 
 def header(member: Member, blob: Digest) -> Signed[UpdateHeader]:
@@ -92,7 +93,7 @@ async def test_every_member_of_a_committee_makes_the_same_part_and_each_moves_it
     pool: Pool, tmp_path: Path
 ):
     async with pool.borrow(4, tmp_path) as lent:
-        blobs = {m.key: update(m.key[0]) for m in lent}
+        blobs = {m.key: update(m.key) for m in lent}
         headers = [header(m, m.store.put(blobs[m.key])) for m in lent]
         ordered = tuple(sorted(headers, key=lambda h: h.author))
         record = KeySigner(lent[0].identity).sign(RoundRecord(RUN, Round(0), PARENT, PARENT, 0, ordered))

@@ -59,7 +59,7 @@ class History:
         self._base = spec.genesis.name
         self._head = genesis_digest(spec.run_id)
         self._draw = torch.Generator().manual_seed(spec.seed)
-        self._updates = {s.key: [self._update() for _ in range(POOL)] for s in self._signers}
+        self._updates = {s.key: [self._update(s.key) for _ in range(POOL)] for s in self._signers}
 
     def round(self) -> Certificate:
         """One more."""
@@ -79,9 +79,9 @@ class History:
             self.blobs[self._base] = b"".join(checkpoint_chunks(self._layout, self._state))
         return self.certificates[-1]
 
-    def _update(self) -> bytes:
+    def _update(self, author: PeerKey) -> bytes:
         noise = {t.name: torch.randn(t.shape, generator=self._draw) * STEP for t in self._codec.layout.tensors}
-        blob = bytes(self._codec.encode(noise))
+        blob = self._codec.with_author(self._codec.encode(noise), author)
         self.blobs[blob_digest(blob)] = blob
         return blob
 

@@ -123,7 +123,7 @@ class Attacker(Node):
             headers = []
             for key, first in windows.items():
                 blob = Digest(sha256(b"forged", key, parent, salt.encode()))
-                world.contents[blob] = frozenset()
+                world.contents[blob], world.made_by[blob] = frozenset(), key
                 windows[key] = end = first + (windows_each or most)
                 body = UpdateHeader(
                     world.run, Round(number), parent, state, first, first, end, 1, blob, 1000, 0.01, ADMISSION,

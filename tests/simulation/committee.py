@@ -88,6 +88,10 @@ class CommitteeWork:
             if blob in n.world.bad_blobs and u.author != n.key and bad_slice(blob, parts) == part:
                 n.step(ev.BlobInvalid(blob, "chunk 3: a scale that is not finite"))
                 return
+        copies = [u.author for u in record.body.updates if n.world.made_by[u.body.blob] != u.author]
+        if copies and part == 0:
+            n.step(ev.ShardUnavailable(record.digest, part, tuple(copies)))
+            return
         made = part_of(record.body, parts, part)
         n.blobs.add(made)
         n.step(ev.ShardReduced(record.digest, part, made))

@@ -66,7 +66,19 @@ class Boaster(Node):
         super().broadcast(message)
 
 
-HOSTILE = (Equivocator, Withholder, Poisoner, Boaster)
+class Copier(Node):
+    """Announces the update of another, whose header it has received, as its own."""
+
+    honest = False
+
+    def step(self, event) -> None:
+        if isinstance(event, ev.UpdateReady) and event.blob is not None and self.machine.open_round is not None:
+            others = [h.body.blob for h in self.machine.open_round.headers.values() if h.author != self.key]
+            event = replace(event, blob=others[0]) if others else event
+        super().step(event)
+
+
+HOSTILE = (Equivocator, Withholder, Poisoner, Boaster, Copier)
 
 
 def lie(attestation: ShardAttestation) -> Digest:

@@ -340,7 +340,7 @@ class Node:
             self.step(ev.BlobInvalid(blob, "chunk 3: a scale that is not finite"))
         else:
             self.blobs.add(blob)
-            self.step(ev.BlobHeld(blob))
+            self.step(ev.BlobHeld(blob, self.world.made_by.get(blob)))
 
     def request_chain(self, action: do.RequestChain) -> None:
         to, have = action.to, action.have
@@ -478,7 +478,11 @@ class Node:
                 self.step(ev.SyncFailed(head, "the path names another state than it leads to"))
                 return
             own = {u.body.blob for u in record.body.updates if u.author == self.key}
-            for blob in applied_blobs(certificate):
+            for blob, role in applied_blobs(certificate).items():
+                if role.header is not None and w.made_by[blob] != role.responsible:
+                    self.step(ev.BlobHeld(blob, w.made_by[blob]))
+                    self.step(ev.SyncFailed(head, "an update on the path names another author", kept=True))
+                    return
                 if blob not in self.blobs:
                     if not any(n.gives(blob, self.key) for n in reachable if n is not self):
                         self.step(ev.SyncFailed(head, "a blob cannot be had", kept=True))

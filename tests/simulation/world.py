@@ -73,6 +73,9 @@ class World:
         self.contents: dict[Digest, frozenset[int]] = {}
         """The windows that each blob carries."""
         self.bad_blobs: set[Digest] = set()
+        self.made_by: dict[Digest, PeerKey] = {}
+        """The author that each update names."""
+
         self.fakes: set[Digest] = set()
         """Updates that were not trained as they claim: a check of them finds it out."""
         self.records: dict[Digest, Certificate] = {}
@@ -174,6 +177,7 @@ class World:
             self.announced_at.setdefault(parent, self.clock.now)
         blob = Digest(sha256(b"blob", node.key, parent, str(self._blobs).encode()))
         self.contents[blob] = content
+        self.made_by[blob] = node.key
         return blob
 
     def certified(self, node: Node, certificate: Certificate) -> None:

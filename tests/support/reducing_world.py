@@ -114,7 +114,7 @@ class World:
         self.source = Source(self.store)
         self.answers: asyncio.Queue[Any] = asyncio.Queue()
         self.tasks = RecordedTasks()
-        self.data = {n: random.Random(n).randbytes(SIZE) for n in range(1, authors + 1)}
+        self.data = {n: peer(n).key + random.Random(n).randbytes(SIZE - 32) for n in range(1, authors + 1)}
         chain = ChainMaker(SPEC)
         chain.add({n: 2 for n in self.data})
         self.record = chain.certificates[0].record
@@ -155,6 +155,9 @@ class _Codec:
     size = SIZE
 
     def check_shard(self, blob: object) -> None: ...
+
+    def author_of(self, blob: memoryview) -> PeerKey:
+        return PeerKey(bytes(blob[:32]))
 
 
 def changed(value: Any, **fields: Any) -> Any:

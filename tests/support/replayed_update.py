@@ -82,7 +82,7 @@ class Replay:
             anchor = {n: state[n].clone() for n in local}
         self.train(inner, windows, claim.rebase, claim.end, accepted)
         with torch.no_grad():
-            return bytes(self.codec.encode({n: anchor[n] - local[n] for n in local}))
+            return self.codec.with_author(self.codec.encode({n: anchor[n] - local[n] for n in local}), author)
 
     def state(self, rounds: int) -> tuple[dict[str, Tensor], int]:
         """Return the state after this number of records, and the windows accepted until then."""

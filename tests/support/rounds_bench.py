@@ -91,7 +91,7 @@ class Bench:
         for h in headers:
             self.step(ev.MessageReceived(h))
         for h in headers:
-            self.step(ev.BlobHeld(h.body.blob))
+            self.step(ev.BlobHeld(h.body.blob, h.author))
 
     def record(self, by, headers, attempt=0):
         updates = tuple(sorted(headers, key=lambda h: h.author))

@@ -58,7 +58,7 @@ class Second(Bench):
         record = FakeSigner(by).sign(RoundRecord(RUN, Round(1), self.first, NEXT, 0, updates, weights=weights))
         self.step(ev.CertificateReceived(certificate(record, [h.author for h in updates]), by))
         for h in updates:
-            self.step(ev.BlobHeld(h.body.blob))
+            self.step(ev.BlobHeld(h.body.blob, h.author))
         return self.chain.head
 
     def waits_until(self, last=30.0):

@@ -17,6 +17,7 @@ from torch import Tensor
 from protocol import vrf
 from protocol.assignment import windows_of
 from protocol.audits import AuditRule, AuditSeeds, Jury, draw_auditors, draw_by_stake, draw_jury, due_audits
+from protocol.blob_sizes import HEADER
 from protocol.chain import Chain, ChainLimits, genesis_digest
 from protocol.codec import Codec, make_codec
 from protocol.codec.bits import pack
@@ -857,7 +858,7 @@ def made_blob(codec: Codec, name: str, exponent: int = 0) -> bytes:
         for start in range(0, tensor.numel, BLOCK):
             blob += _made_block(codec, min(BLOCK, tensor.numel - start), f"{name} {tensor.name} {start}", exponent)
     codec.check(blob)
-    return bytes(blob)
+    return codec.with_author(blob, PeerKey(sha256(name.encode())))
 
 
 def _made_block(codec: Codec, m: int, name: str, exponent: int) -> bytes:
@@ -905,6 +906,7 @@ def codec() -> dict[str, Any]:
                     "k": spec.k,
                     "tensors": [[t.name, list(t.shape)] for t in layout.tensors],
                     "blob": blob.hex(),
+                    "author": made.author_of(blob).hex(),
                     "values": [base64_of(d.values) for d in decoded],
                     "positions": [None if d.positions is None else d.positions.tolist() for d in decoded],
                     "sum_squares": made.sum_squares(blob),
@@ -916,7 +918,7 @@ def codec() -> dict[str, Any]:
 
 def _refused_blobs(codec: Codec, good: bytearray) -> list[dict[str, Any]]:
     """Return each defect as the offset and the bytes to put there."""
-    scale = 40
+    scale = HEADER
     edits = {"a magic of another format": (0, b"CRN2"), "another layout": (8, bytes([good[8] ^ 1]))}
     if codec.identifier != 3:
         edits |= {
@@ -924,11 +926,14 @@ def _refused_blobs(codec: Codec, good: bytearray) -> list[dict[str, Any]]:
             "an infinite scale": (scale, b"\x80\x7f"), "a scale below 2^-60": (scale, b"\x7f\x21"),
         }  # fmt: skip
     if codec.identifier == 2:
-        edits |= {"a value of -128": (42, b"\x80"), "a scale above 2^23": (scale, b"\x01\x4b")}
+        edits |= {"a value of -128": (HEADER + 2, b"\x80"), "a scale above 2^23": (scale, b"\x01\x4b")}
     if codec.identifier == 1:
         edits["the low scale is above the high one"] = (scale, b"\x80\x40\x80\x3f")
     if codec.identifier == 3:
-        edits |= {"a value that is not a number": (40, b"\0\0\xc0\x7f"), "a value above 2^30": (40, b"\x01\0\x80\x4e")}
+        edits |= {
+            "a value that is not a number": (HEADER, b"\0\0\xc0\x7f"),
+            "a value above 2^30": (HEADER, b"\x01\0\x80\x4e"),
+        }
     return [{"why": why, "offset": at, "bytes": data.hex()} for why, (at, data) in edits.items()]
 
 

@@ -140,7 +140,7 @@ def read_blob(blob: bytes, kind: str, k: int, tensors: Tensors) -> list[Values]:
     header = b"CRN1" + bytes([IDENTIFIERS[kind], 1]) + struct.pack("<H", k if kind.startswith("sparse") else 0)
     if blob[:40] != header + layout_digest(tensors):
         raise Refused("header")
-    at, out = 40, []
+    at, out = 72, []  # after the author
     for _, shape in tensors:
         n = math.prod(shape)
         tensor = Values(np.zeros(n, F32), [], [])
@@ -267,7 +267,7 @@ def sliced(values: Values, start: int, stop: int) -> Values:
 def encode_shard(mean: Sequence[np.ndarray], layout: Tensors, kind: str, k: int) -> bytes:
     """Return the blob of a shard: `int8`, `none` or `sparse8`."""
     header = b"CRN1" + bytes([IDENTIFIERS[kind], 1]) + struct.pack("<H", k if kind == "sparse8" else 0)
-    out = header + layout_digest(layout)
+    out = header + layout_digest(layout) + bytes(32)
     for values in mean:
         limited = np.clip(values, F32(-(2.0**29)), F32(2.0**29))
         for start in range(0, len(limited), BLOCK):

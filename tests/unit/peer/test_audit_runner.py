@@ -118,7 +118,7 @@ class World:
             raise PeerError(f"nobody has {digest.short}")
         self._keep(digest, size)
 
-    async def ensure(self, blob, holders, kind=None) -> Path:
+    async def ensure(self, blob, holders, kind=None, author=None) -> Path:
         if blob in self.gone:
             raise PeerError(f"nobody has {blob.short}")
         if blob not in self.held:

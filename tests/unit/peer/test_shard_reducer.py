@@ -104,6 +104,18 @@ async def test_who_sent_what_breaks_the_rules_is_named_at_once_and_nobody_else(w
     assert await w.answer() == ShardUnavailable(record.digest, 1, (peer(3).key,))
 
 
+async def test_who_announced_the_update_of_another_is_named_by_the_committee_that_reads_its_author(world):
+    w = world(4)
+    copied = w.blobs[peer(1).key]
+    copiers = {peer(2).key, peer(3).key}
+    updates = tuple(with_blob(u, copied) if u.author in copiers else u for u in w.record.body.updates)
+    record = changed(w.record, body=changed(w.record.body, updates=updates))
+    w.reducing.reduce(record, 0, ())
+    assert await w.answer() == ShardUnavailable(record.digest, 0, tuple(sorted(copiers)))
+    w.reducing.reduce(record, 1, ())
+    assert isinstance(await w.answer(), ShardReduced), "other committees do not have the header"
+
+
 async def test_what_is_dropped_is_not_answered(world):
     w = world(3)
     w.source.gate = asyncio.Event()
@@ -137,7 +149,7 @@ async def test_parts_that_others_made_are_fetched_and_checked_as_parts(world):
     w = world(3, seconds=3.0)
     good, bad = w.source.add(b"sum".ljust(PART_SIZE, b"=")), w.source.add(b"sum".ljust(PART_SIZE, b"!"))
     w.reducing.fetch(good, w.record, 0, (peer(2).key,))
-    assert await w.answer() == BlobHeld(good)
+    assert await w.answer() == BlobHeld(good, None)
     assert w.source.asked[-1][1] == (peer(2).key,)
     w.reducing.fetch(bad, w.record, 1, ())
     assert await w.answer() == BlobInvalid(bad, "no part")

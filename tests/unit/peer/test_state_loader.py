@@ -22,7 +22,7 @@ from protocol.errors import CodecError
 from protocol.ids import Digest, PeerKey, Round
 from protocol.messages import Rollback
 from protocol.rounds.actions import ApplyRecord, SyncState
-from protocol.rounds.events import SyncFailed
+from protocol.rounds.events import BlobHeld, SyncFailed
 from protocol.rounds.policy import RoundPolicy
 from protocol.rounds.retention import kept_starts
 from tests.support.coordinator_fakes import ChainMaker, make_spec, peer, state
@@ -116,7 +116,7 @@ class World:
             raise PeerError(f"nobody has {digest.short}")
         self.store.held.add(digest)
 
-    async def ensure(self, blob, holders, kind=None) -> Path:
+    async def ensure(self, blob, holders, kind=None, author=None) -> Path:
         self.kinds[blob] = kind
         if blob in self.missing:
             raise PeerError(f"nobody has {blob.short}")
@@ -351,6 +351,24 @@ class Codec:
     def check(self, data) -> None:
         if bytes(data[:1]) != b"\0":
             raise CodecError("not an update")
+
+    def author_of(self, data) -> PeerKey:
+        return peer(1).key
+
+
+async def test_an_update_that_names_another_author_than_its_record_is_refused_and_the_machine_hears_whose_it_is(
+    tmp_path,
+):
+    answers: list[object] = []
+    with Store(tmp_path / "store", 10**8) as store:
+        digest = store.put(bytes(SIZE))
+        updates = RoundBlobFetcher(
+            store, cast(Any, None), cast(Any, Codec()), deadline_seconds=5.0, post=answers.append, tasks=Tasks()
+        )
+        assert await updates.ensure(digest, [], author=peer(1).key) == store.path(digest) and not answers
+        with pytest.raises(CodecError, match="another's"):
+            await updates.ensure(digest, [], author=peer(2).key)
+    assert answers == [BlobHeld(digest, peer(1).key)]
 
 
 @pytest.mark.parametrize("bad", [b"\1" * SIZE, b"\1" * 7, b""], ids=["other bytes", "cut off", "empty"])

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.blob_sizes import packed_size
+from protocol.blob_sizes import HEADER, packed_size
 from protocol.codec import make_codec
 from protocol.codec.bits import pack, unpack
 from protocol.codec.positions import Positions
@@ -74,7 +74,7 @@ def test_the_bytes_of_a_known_record_stay_as_they_are():
     codec = make_codec(CodecSpec(kind="sparse", k=64), Layout.of({"w": (4096,)}))
     e = torch.zeros(4096)
     e[torch.arange(0, 4096, 64)] = torch.tensor([1.0, -1.0, 2.0, -2.0]).repeat(16)
-    encoded = codec.encode({"w": e})[40:]
+    encoded = codec.encode({"w": e})[HEADER:]
     assert encoded.hex() == (
         "803f0040"  # lo 1.0, hi 2.0
         + "00" * 48  # low six bits of 64 multiples of 64
@@ -87,6 +87,6 @@ def test_the_bytes_of_a_known_record_stay_as_they_are():
 @pytest.mark.parametrize("kind", ["sign", "int8", "none"])
 def test_the_bytes_of_known_dense_records_stay_as_they_are(kind):
     codec = make_codec(CodecSpec(kind=kind), Layout.of({"w": (3,)}))
-    encoded = codec.encode({"w": torch.tensor([127.0, -1.5, 0.0])})[40:]
+    encoded = codec.encode({"w": torch.tensor([127.0, -1.5, 0.0])})[HEADER:]
     known = {"sign": "2b42" + "02", "int8": "803f" + "7ffe00", "none": "0000fe42" + "0000c0bf" + "00000000"}
     assert encoded.hex() == known[kind]

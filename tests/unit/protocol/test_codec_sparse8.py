@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from protocol.blob_sizes import HEADER
 from protocol.codec import make_codec, make_shard_codec
 from protocol.codec.rows import topk, topk_by_torch
 from protocol.codec.sparse8 import Sparse8Codec
@@ -58,7 +59,7 @@ def test_a_blob_says_to_a_plain_reader_what_it_says_to_the_decoder(layout, k, se
     blob = bytes(codec.encode(noise(layout, seed, 10**power)))
     codec.check(blob)
     assert len(blob) == codec.size and blob[:8] == b"CRN1\x05\x01" + struct.pack("<H", k)
-    rest = blob[40:]
+    rest = blob[HEADER:]
     for index, tensor in enumerate(layout.tensors):
         said: dict[int, float] = {}
         for start in range(0, tensor.numel, 4096):
@@ -130,7 +131,7 @@ def test_the_bytes_of_a_known_record_stay_as_they_are():
     codec = Sparse8Codec(Layout.of({"w": (64,)}), 256)
     e = torch.zeros(64)
     e[[3, 17, 33, 60]] = torch.tensor([127.0, -2.0, 1.4, -64.0])
-    encoded = codec.encode({"w": e})[40:]
+    encoded = codec.encode({"w": e})[HEADER:]
     # Scale 1; four positions: low four bits 3, 1, 1, 12; high parts 0, 1, 2, 3; 127, -2, 1, -64.
     assert encoded.hex() == "803f" + "13c1" + "55" + "7ffe01c0"
 
@@ -156,7 +157,7 @@ def test_each_defect_is_refused_with_its_place(at, put, why):
     codec = Sparse8Codec(Layout.of({"first": (4096,), "second": (8192,)}), 256)
     blob = codec.encode(noise(codec.layout))
     size = codec.encoded_size(4096)
-    at = 40 + 2 * size + at % size
+    at = HEADER + 2 * size + at % size
     blob[at : at + len(put)] = put
     with pytest.raises(CodecError, match=f"tensor 'second', block 1: .*{why}"):
         codec.check(blob)

@@ -128,7 +128,7 @@ def test_no_member_takes_a_header_or_votes_for_a_record_with_a_wrong_rebase_wind
     made = certificate(b.record(OTHERS[0], headers), OTHERS[:3])
     b.step(ev.CertificateReceived(made, OTHERS[0]))
     for h in headers:
-        b.step(ev.BlobHeld(h.body.blob))
+        b.step(ev.BlobHeld(h.body.blob, h.author))
     after = Digest(sha256(b"next"))
     b.step(ev.StateReached(made.digest, after))
     second = dict(round=Round(1), parent=made.digest, base_state=after, label=b"2")

@@ -8,7 +8,7 @@ import pytest
 
 from peer.node.node import HARD_STOP_SECONDS
 from protocol.chain import Chain
-from protocol.ids import Digest, Round, sha256
+from protocol.ids import Digest, PeerKey, Round, sha256
 from protocol.messages import Certificate, Directive, Goodbye, RoundRecord
 from protocol.reduce_plan import GATHER
 from protocol.rounds import actions as do
@@ -29,6 +29,12 @@ from tests.support.rounds_bench import ME, OTHERS, POLICY, RUN, STATE, Bench
 
 NEXT = Digest(sha256(b"next"))
 TOTAL = replace(POLICY, total_windows=25)
+
+
+def made_by(decided: Certificate) -> tuple[Digest, PeerKey]:
+    """Return the blob of the first update of a record, and its author."""
+    first = decided.record.body.updates[0]
+    return first.body.blob, first.author
 
 
 def undecided() -> Bench:
@@ -175,7 +181,7 @@ def test_a_state_that_was_not_written_is_no_failed_move_to_the_next_head():
     (write,) = b.of(do.KeepState)
     following = second_record(b, b.chain.certificate(b.chain.head))
     b.step(ev.CertificateReceived(following, OTHERS[0]))
-    b.step(ev.BlobHeld(following.record.body.updates[0].body.blob))
+    b.step(ev.BlobHeld(*made_by(following)))
     assert [a.certificate for a in b.of(do.ApplyRecord)] == [following]
     b.step(ev.StateNotKept(write.record))
     b.step(ev.StateReached(following.digest, STATE))
@@ -202,8 +208,8 @@ def test_who_catches_up_while_the_run_rests_writes_the_state_of_the_head_only():
     second = second_record(b, first)
     b.step(ev.CertificateReceived(second, OTHERS[0]))
     b.step(ev.MessageReceived(FakeSigner(OTHERS[9]).sign(Directive(RUN, 1, run_status="paused"))), 1.0)
-    b.step(ev.BlobHeld(second.record.body.updates[0].body.blob))
-    b.step(ev.BlobHeld(theirs.body.blob))
+    b.step(ev.BlobHeld(*made_by(second)))
+    b.step(ev.BlobHeld(theirs.body.blob, theirs.author))
     moves = b.of(do.ApplyRecord)
     b.step(ev.StateReached(first.digest, NEXT))
     moves += b.of(do.ApplyRecord)
@@ -232,7 +238,7 @@ def test_who_is_on_the_way_to_the_last_state_of_an_ended_run_goes_on():
     b.step(ev.CertificateReceived(certificate(b.record(OTHERS[0], [theirs]), [OTHERS[0]]), OTHERS[0]))
     b.step(ev.MessageReceived(FakeSigner(OTHERS[9]).sign(Directive(RUN, 1, run_status="ended"))), 1.0)
     assert not b.of(do.RunCompleted)
-    b.step(ev.BlobHeld(theirs.body.blob), 2.0)
+    b.step(ev.BlobHeld(theirs.body.blob, theirs.author), 2.0)
     (move,) = b.of(do.ApplyRecord)
     b.step(ev.StateReached(move.certificate.digest, NEXT), 3.0)
     assert b.of(do.RunCompleted)

@@ -73,7 +73,7 @@ def test_a_move_to_rounds_that_are_rolled_back_is_not_waited_for():
     record = FakeSigner(OTHERS[0]).sign(RoundRecord(RUN, Round(1), first.digest, NEXT, 0, (theirs,)))
     gone = certificate(record, [OTHERS[0]])
     b.step(ev.CertificateReceived(gone, OTHERS[0]))
-    b.step(ev.BlobHeld(theirs.body.blob))
+    b.step(ev.BlobHeld(theirs.body.blob, theirs.author))
     assert b.of(do.ApplyRecord)[0].certificate == gone
     # The trainer is still at it, or waits for what nobody has any more.
     b.step(ev.MessageReceived(directive(1, rollback=Rollback(1, first.digest, Round(1), NEXT))))
@@ -115,7 +115,7 @@ def test_who_still_trains_on_a_record_that_was_rolled_back_counts_for_no_round()
     record = FakeSigner(OTHERS[0]).sign(RoundRecord(RUN, Round(1), first.digest, NEXT, 0, (theirs,)))
     gone = certificate(record, [OTHERS[0]])
     b.step(ev.CertificateReceived(gone, OTHERS[0]))
-    b.step(ev.BlobHeld(theirs.body.blob))
+    b.step(ev.BlobHeld(theirs.body.blob, theirs.author))
     b.step(ev.StateReached(gone.digest, Digest(sha256(b"late"))))
     assert b.machine.summary(b.now).round == 2
     b.step(ev.MessageReceived(directive(1, rollback=Rollback(1, first.digest, Round(1), NEXT))))
@@ -157,7 +157,7 @@ def test_more_members_than_the_spec_says_have_room_everywhere():
     bounds = {name: bound for name, (_, bound) in b.machine.sizes().items()}
     assert bounds["blobs held"] >= 4000 and bounds["claims"] >= 1000 and bounds["future messages"] >= 2000
     for i in range(1, 900):  # no more than those of one round
-        b.step(ev.BlobHeld(blob_of(ME, i.to_bytes(2, "big"))))
+        b.step(ev.BlobHeld(blob_of(ME, i.to_bytes(2, "big")), ME))
     assert b.machine.sizes()["blobs held"][0] >= 899
 
 
@@ -191,7 +191,7 @@ def test_who_cannot_follow_a_rollback_because_it_goes_too_far_back_trains_no_mor
             certificate(FakeSigner(OTHERS[0]).sign(RoundRecord(RUN, Round(number), parent, state, 0, (h,))), [h.author])
         )
         b.step(ev.CertificateReceived(made[-1], OTHERS[0]))
-        b.step(ev.BlobHeld(h.body.blob))
+        b.step(ev.BlobHeld(h.body.blob, h.author))
         b.step(ev.StateReached(made[-1].digest, NEXT))
     back = directive(1, rollback=Rollback(1, made[1].digest, Round(2), NEXT))
     b.step(ev.MessageReceived(back))

@@ -144,7 +144,7 @@ def test_a_vote_is_given_only_when_every_blob_is_held():
     b.step(ev.MessageReceived(record))
     b.step(ev.Tick(), 2)
     assert not b.said(Vote)
-    b.step(ev.BlobHeld(theirs.body.blob))
+    b.step(ev.BlobHeld(theirs.body.blob, theirs.author))
     assert len(b.said(Vote)) == 1
 
 
@@ -217,8 +217,8 @@ def test_two_records_at_once_are_reported_and_neither_is_preferred():
     b.step(ev.MessageReceived(b.record(OTHERS[0], [b.mine, theirs, third])))
     b.step(ev.MessageReceived(b.record(OTHERS[0], [b.mine, theirs])))
     assert [r.about for r in b.of(do.Notice) if r.kind == "equivocation"] == [OTHERS[0]]
-    b.step(ev.BlobHeld(theirs.body.blob))
-    b.step(ev.BlobHeld(third.body.blob))
+    b.step(ev.BlobHeld(theirs.body.blob, theirs.author))
+    b.step(ev.BlobHeld(third.body.blob, third.author))
     assert not b.said(Vote)
 
 
@@ -273,7 +273,7 @@ def test_an_author_whose_messages_are_refused_is_reported_once_a_round_and_other
     headers = [b.header(k) for k in OTHERS[2:5]]
     b.step(ev.CertificateReceived(certificate(b.record(OTHERS[2], headers), OTHERS[2:5]), OTHERS[2]))
     for h in headers:
-        b.step(ev.BlobHeld(h.body.blob))
+        b.step(ev.BlobHeld(h.body.blob, h.author))
     b.step(ev.StateReached(b.chain.head, Digest(sha256(b"next"))))
     lie = b.header(OTHERS[0], end_window=2000, round=Round(1), parent=b.chain.head, base_state=Digest(sha256(b"next")))
     b.step(ev.MessageReceived(lie))
@@ -286,7 +286,7 @@ def test_a_flood_of_new_keys_does_not_evict_contributors_of_the_last_round():
     made = certificate(b.record(OTHERS[0], headers), OTHERS[:3])
     b.step(ev.CertificateReceived(made, OTHERS[0]))
     for h in headers:
-        b.step(ev.BlobHeld(h.body.blob))
+        b.step(ev.BlobHeld(h.body.blob, h.author))
     b.step(ev.StateReached(made.record.digest, Digest(sha256(b"next"))))
     for key in OTHERS[3:]:
         b.beat(key)
@@ -303,7 +303,7 @@ def test_a_missed_update_goes_back_and_returns_when_its_chain_does():
     theirs = b.header(OTHERS[0], 30)
     without_us = certificate(b.record(OTHERS[0], [theirs]), [OTHERS[0]])
     b.step(ev.CertificateReceived(without_us, OTHERS[0]))
-    b.step(ev.BlobHeld(theirs.body.blob))
+    b.step(ev.BlobHeld(theirs.body.blob, theirs.author))
     b.step(ev.Tick(), POLICY.patience_seconds)  # it is certified by one of two: held back till then
     assert b.of(do.ApplyRecord)[0].missed == (blob_of(ME),) and b.of(do.ApplyRecord)[0].next_window == 0
     b.step(ev.StateReached(without_us.record.digest, Digest(sha256(b"next"))))
@@ -311,7 +311,7 @@ def test_a_missed_update_goes_back_and_returns_when_its_chain_does():
     mine = b.header(ME, 25, blob=blob_of(ME))
     with_us = certificate(b.record(OTHERS[1], [mine, other]), [ME, OTHERS[1]])
     b.step(ev.CertificateReceived(with_us, OTHERS[1]))
-    b.step(ev.BlobHeld(other.body.blob))
+    b.step(ev.BlobHeld(other.body.blob, other.author))
     moves = b.of(do.SyncState)
     assert moves and moves[0].regained == (blob_of(ME),) and moves[0].missed == () and moves[0].next_window == 25
 
@@ -357,7 +357,7 @@ def test_a_final_may_cut_off_the_record_that_the_trainer_is_being_moved_to():
     b.step(ev.StateReached(b.chain.genesis, STATE))
     for made in (heavy, light):
         b.step(ev.CertificateReceived(made, OTHERS[0]))
-    b.step(ev.BlobHeld(ours.body.blob))
+    b.step(ev.BlobHeld(ours.body.blob, ours.author))
     assert b.of(do.ApplyRecord)[0].certificate == heavy
     b.step(
         ev.MessageReceived(FakeSigner(PeerKey(sha256(b"owner"))).sign(Finalization(RUN, Round(0), light.record.digest)))
@@ -544,7 +544,7 @@ def test_a_lost_trainer_is_given_its_state_again():
     while not resyncs and b.now < 20:
         b.step(ev.Tick(), b.machine.next_tick)
         for a in b.of(do.FetchBlob):
-            b.step(ev.BlobHeld(a.blob))
+            b.step(ev.BlobHeld(a.blob, a.author))
         resyncs = b.of(do.SyncState)
     assert resyncs[0].path[-1].record.digest == b.chain.head and b.now < 5
 

@@ -118,7 +118,7 @@ def test_who_is_a_round_behind_and_comes_is_waited_for_as_anybody():
     b.step(ev.MessageReceived(late))
     b.slow = (b.first, 5)
     assert b.machine.summary(b.now).awaited == (SLOW,) and penalised(b, "lagging") == 0
-    b.step(ev.BlobHeld(late.body.blob))
+    b.step(ev.BlobHeld(late.body.blob, late.author))
     assert b.machine.summary(b.now).awaited == ()
 
 
@@ -174,7 +174,7 @@ def test_a_late_peer_is_not_awaited_for_two_rounds_unless_the_first_attempt_list
     b.step(ev.CertificateReceived(certificate(b.record(BUSY, [b.mine, *theirs], attempt), [BUSY, ME]), BUSY))
     awaited = []
     for number in range(1, 4):
-        b.step(ev.BlobHeld(theirs[-1].body.blob))
+        b.step(ev.BlobHeld(theirs[-1].body.blob, theirs[-1].author))
         parent, state = b.chain.head, Digest(sha256(b"state", bytes([number])))
         b.step(ev.StateReached(parent, state))
         for key in (BUSY, SLOW):

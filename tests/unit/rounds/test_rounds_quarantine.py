@@ -8,6 +8,7 @@ from protocol.ids import Digest, Round, sha256
 from protocol.messages import Certificate, Finalization, RoundRecord
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
+from protocol.rounds.blobs import applied_blobs
 from protocol.rounds.branch_quarantine import MAX_QUARANTINED
 from protocol.rounds.consensus import Consensus
 from tests.simulation.signer import FakeSigner, certificate
@@ -83,9 +84,19 @@ def test_what_nobody_gave_is_asked_for_again_and_followed_when_it_is_here():
     assert b.chain.head == b.first and not b.requested
     asked = [a.blob for a in b.passes(PATIENCE) if isinstance(a, do.FetchBlob)]
     assert set(asked) == blobs(made) == b.requested and b.chain.head == b.first
-    for blob in blobs(made):
-        b.step(ev.BlobHeld(blob))
+    for blob, role in applied_blobs(made).items():
+        b.step(ev.BlobHeld(blob, role.responsible))
     assert b.chain.head == made.digest and b.of(do.SyncState)
+
+
+def test_a_record_certified_with_the_update_of_another_is_not_followed():
+    b = Split()
+    made = b.hears(b"a")
+    b.passes(PATIENCE + 1)
+    for blob in blobs(made):
+        b.step(ev.BlobHeld(blob, OTHERS[-1]))
+    asked = b.passes(6 * PATIENCE)
+    assert b.chain.head == b.first and not [a for a in asked if isinstance(a, do.SyncState | do.ApplyRecord)]
 
 
 def test_where_a_branch_led_that_the_tree_has_dropped_nobody_looks_any_more():
@@ -113,8 +124,8 @@ def test_one_who_makes_branch_after_branch_hides_nobody_elses():
     assert b.chain.head == b.first
     asked = [a.blob for a in b.passes(2 * PATIENCE) if isinstance(a, do.FetchBlob)]
     assert blobs(theirs) <= set(asked)
-    for blob in blobs(theirs):
-        b.step(ev.BlobHeld(blob))
+    for blob, role in applied_blobs(theirs).items():
+        b.step(ev.BlobHeld(blob, role.responsible))
     b.passes(2 * PATIENCE)
     assert b.chain.head == theirs.digest
 
@@ -134,8 +145,8 @@ def test_a_branch_that_has_become_final_is_aside_no_more():
 def test_who_is_on_the_way_from_a_branch_that_is_gone_does_not_say_that_it_trains():
     b = Split()
     made = b.hears(b"a")
-    for blob in blobs(made):
-        b.step(ev.BlobHeld(blob))
+    for blob, role in applied_blobs(made).items():
+        b.step(ev.BlobHeld(blob, role.responsible))
     moves = [a.path[-1] for a in b.passes(1) if isinstance(a, do.SyncState)]
     assert moves == [made] and b.machine.phase == "training"
     b.step(ev.MessageReceived(FakeSigner(OTHERS[9]).sign(Finalization(RUN, Round(0), made.digest))))
@@ -147,8 +158,8 @@ def test_who_is_on_the_way_from_a_branch_that_is_gone_does_not_say_that_it_train
 def test_a_move_that_fails_though_all_is_held_is_tried_less_and_less():
     b = Split()
     made = b.hears(b"a")
-    for blob in blobs(made):
-        b.step(ev.BlobHeld(blob))
+    for blob, role in applied_blobs(made).items():
+        b.step(ev.BlobHeld(blob, role.responsible))
     tried, said = [], []
     while b.now < 60 * PATIENCE:
         if b.of(do.SyncState):

@@ -136,7 +136,7 @@ def test_a_shard_of_others_is_fetched_from_those_who_signed_it():
     assert set(fetched) == {0, 1, 2} and not b.all_said(Vote)
     assert all(a.blob == shard_blob(i) and set(a.holders) == set(b.others) for i, a in fetched.items())
     for i in range(3):
-        b.step(ev.BlobHeld(shard_blob(i)))
+        b.step(ev.BlobHeld(shard_blob(i), None))
     assert len(b.all_said(Vote)) == 1
 
 
@@ -300,7 +300,7 @@ def test_a_record_with_two_means_is_two_branches_and_who_holds_the_lighter_one_m
     means = [certificate(record, [liar], (shard_blob(0, label),)) for label in (b"a", b"b")]
     ours, theirs = sorted(means, key=lambda c: c.digest)
     b.step(ev.CertificateReceived(ours, liar))
-    b.step(ev.BlobHeld(ours.shards[0]))
+    b.step(ev.BlobHeld(ours.shards[0], None))
     b.step(ev.StateReached(ours.digest, Digest(sha256(b"ours"))))
     b.step(ev.CertificateReceived(theirs, liar))
     assert [(r.kind, r.about) for r in b.of(do.Notice)] == [("equivocation", liar)]
@@ -313,7 +313,7 @@ def test_a_record_with_two_means_is_two_branches_and_who_holds_the_lighter_one_m
     assert [a.blob for a in b.of(do.FetchShard)] == [*theirs.shards, *second.shards]
     for blob in (*theirs.shards, *second.shards):
         assert not b.of(do.SyncState)
-        b.step(ev.BlobHeld(blob))
+        b.step(ev.BlobHeld(blob, None))
     assert b.of(do.SyncState)[0].path == (theirs, second)
 
 
@@ -339,7 +339,7 @@ def test_a_certificates_shards_are_fetched_from_its_voters_and_applied():
     assert [a.record for a in b.of(do.CancelReduce)] == [record.digest]
     for i in range(3):
         assert not b.of(do.ApplyRecord)
-        b.step(ev.BlobHeld(shard_blob(i)))
+        b.step(ev.BlobHeld(shard_blob(i), None))
     assert b.of(do.ApplyRecord)[0].certificate == made and b.of(do.ApplyRecord)[0].missed == ()
 
 
@@ -449,7 +449,7 @@ def test_a_branch_that_nobody_gave_is_asked_for_again_and_is_the_head_when_it_is
     assert not b.of(do.FetchShard)
     b.beat(OTHERS[0], head=made.digest, weight=30)  # a member comes that stands on it
     assert [a.blob for a in b.of(do.FetchShard)] == [shard_blob(0)] and b.chain.head == b.chain.genesis
-    b.step(ev.BlobHeld(shard_blob(0)))
+    b.step(ev.BlobHeld(shard_blob(0), None))
     assert b.chain.head == made.digest and b.of(do.ApplyRecord)
 
 

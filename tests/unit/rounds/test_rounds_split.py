@@ -111,7 +111,7 @@ def _next(b: Second, by, label: bytes, end: int, parent=None, number: int = 1, b
     weights = b.chain.weights(parent, (theirs,))
     record = FakeSigner(by).sign(RoundRecord(RUN, Round(number), parent, base, 0, (theirs,), weights=weights))
     b.hold(theirs)
-    b.step(ev.BlobHeld(theirs.body.blob))
+    b.step(ev.BlobHeld(theirs.body.blob, theirs.author))
     made = certificate(record, [by])
     b.step(ev.CertificateReceived(made, by))
     return made

@@ -6,15 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from protocol.chain import Chain
 from protocol.ids import Digest, Round, sha256
 from protocol.messages import Heartbeat, RoundRecord
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
-from protocol.rounds.round_state import RoundState
 from protocol.stake import StakeRule
 from tests.simulation.signer import FakeSigner, certificate
-from tests.support.rounds_bench import ME, OTHERS, POLICY, RUN, STATE, Bench
+from tests.support.rounds_bench import ME, OTHERS, POLICY, STATE, Bench
 
 FOUNDERS = OTHERS[:3]
 PATIENCE = POLICY.patience_seconds
@@ -76,28 +74,6 @@ def test_only_most_of_the_stake_has_us_load_another_state(authors, reloaded):
         b.step(ev.MessageReceived(b.header(key, base_state=Digest(sha256(b"other state")))))
         told += [notice.kind for notice in b.of(do.Notice)]
     assert ("drift" in told) is reloaded
-
-
-def test_keys_without_stake_dispute_no_update_of_those_with_stake_and_others_one_each():
-    policy = replace(POLICY, stake=StakeRule(12, tuple(FOUNDERS), 10))
-    chain = Chain(RUN, STATE, policy.chain_limits)
-    round_ = RoundState(POLICY, chain, chain.genesis, STATE, 0.0)
-    b = Bench()
-    headers = [b.header(key) for key in (*FOUNDERS, OTHERS[5])]
-    for header in headers:
-        assert round_.add_header(header, 0.0, lambda key: True)
-
-    def copied(by) -> None:
-        for header in headers:
-            copy = b.header(by, blob=header.body.blob)
-            assert by == header.author or round_.claimed_by_another(copy, listed=False) == header.author
-
-    copied(OTHERS[11])
-    assert round_.disputed == {headers[3].body.blob}, "without stake, and the first of its kind"
-    assert [h.author for h in round_.without_disputed(headers, ME)] == FOUNDERS
-    copied(FOUNDERS[2])
-    assert len(round_.disputed) == 2
-    assert round_.without_disputed(headers, ME) == headers, "a third of the stake is too much to leave out"
 
 
 def test_keys_without_stake_are_held_back_for_the_patience_however_many_and_with_the_largest_claims():

@@ -10,7 +10,6 @@ import pytest
 
 from protocol.audits import AuditRule, AuditSeeds, due_audits
 from protocol.chain import Chain
-from protocol.errors import ChainError
 from protocol.ids import Digest, PeerKey, Round, sha256
 from protocol.messages import RoundRecord, UpdateHeader, Vote
 from protocol.rounds import actions as do
@@ -19,7 +18,6 @@ from protocol.rounds.round_state import MIN_STRANGERS, RoundState, proposer_orde
 from tests.simulation.checkers import check_counted_once, check_every_window, disagreement
 from tests.simulation.network import Weather
 from tests.simulation.node import Node
-from tests.simulation.signer import FakeSigner, certificate
 from tests.simulation.world import World, policy_for
 from tests.support.audited import certificate as certificate_of
 from tests.support.empty_chain import KEYS
@@ -185,7 +183,7 @@ def test_headers_that_a_record_lists_and_nobody_has_win_nothing_for_its_author()
     round_ = b.machine.open_round
     assert round_ is not None and set(b.machine.summary(0).awaited) == {OTHERS[0]}
     assert len(b.machine.summary(0).headers) == 2 + 200 // 8
-    b.step(ev.BlobHeld(theirs.body.blob))
+    b.step(ev.BlobHeld(theirs.body.blob, theirs.author))
     assert set(round_.proposer_order) == {ME, OTHERS[0]}
 
 
@@ -225,7 +223,7 @@ def test_an_author_has_a_turn_only_once_its_update_is_held():
     b.step(ev.MessageReceived(theirs))
     round_ = b.machine.open_round
     assert round_ is not None and round_.proposer_order == (ME,)
-    b.step(ev.BlobHeld(theirs.body.blob))
+    b.step(ev.BlobHeld(theirs.body.blob, theirs.author))
     assert set(round_.proposer_order) == {ME, OTHERS[0]}
 
 
@@ -270,8 +268,8 @@ def test_no_vote_for_a_record_that_lists_another_header_than_its_author_announce
     b.hold(garbage)
     record = b.record(OTHERS[0], [b.mine, copied, other])
     b.step(ev.MessageReceived(record))
-    b.step(ev.BlobHeld(copied.body.blob))
-    b.step(ev.BlobHeld(other.body.blob))
+    b.step(ev.BlobHeld(copied.body.blob, copied.author))
+    b.step(ev.BlobHeld(other.body.blob, other.author))
     assert record.digest not in votes_until(b, 40.0)
 
 
@@ -281,8 +279,8 @@ def test_a_record_that_came_before_the_first_header_did_gets_no_vote_either():
     record = b.record(OTHERS[1], [b.mine, copied, other])
     b.step(ev.MessageReceived(record))
     b.hold(garbage)
-    b.step(ev.BlobHeld(copied.body.blob))
-    b.step(ev.BlobHeld(other.body.blob))
+    b.step(ev.BlobHeld(copied.body.blob, copied.author))
+    b.step(ev.BlobHeld(other.body.blob, other.author))
     assert record.digest not in votes_until(b, 40.0)
 
 
@@ -313,39 +311,45 @@ def test_records_of_one_key_that_gets_no_vote_have_nobody_fetch_update_after_upd
         record = b.record(OTHERS[1], [b.header(OTHERS[1], label=b"%d" % n)], attempt=n % 3)
         b.step(ev.MessageReceived(record))
         fetched.update(a.blob for a in b.of(do.FetchBlob))
-        b.step(ev.BlobHeld(record.body.updates[0].body.blob))
+        b.step(ev.BlobHeld(record.body.updates[0].body.blob, record.body.updates[0].author))
     assert len(fetched) <= 2
 
 
-def test_a_copy_of_a_blob_that_another_announced_before_is_refused():
+@pytest.mark.parametrize("first", ["author", "copier", "record of the copier"])
+def test_a_blob_is_its_authors_whoever_announces_it_first(first: str):
     b = announced(OTHERS[0], OTHERS[1])
     theirs, copy = b.header(OTHERS[0]), b.header(OTHERS[1], blob=blob_of(OTHERS[0]))
-    b.hold(theirs, copy)
-    assert {h.author for h in b.machine.summary(0).headers} == {ME, OTHERS[0]}
     record = b.record(OTHERS[1], [b.mine, copy])
+    for message in {"author": (theirs, copy), "copier": (copy, theirs)}.get(first, (record, theirs)):
+        b.step(ev.MessageReceived(message))
+    assert {h.author for h in b.machine.summary(0).headers} == {ME, OTHERS[0], OTHERS[1]}
+    b.step(ev.BlobHeld(theirs.body.blob, OTHERS[0]))
+    notices = [(n.kind, n.about) for n in b.of(do.Notice)]
     b.step(ev.MessageReceived(record))
     assert record.digest not in votes_until(b, 40.0)
+    assert notices == [("bad-blob", OTHERS[1])]
+    round_ = b.machine.open_round
+    assert round_ is not None and {h.author for h in round_.candidates()} == {ME, OTHERS[0]}
+    proposed = [p.record.body.contributors for p in round_.proposals.values() if p.record.author == ME]
+    assert {ME, OTHERS[0]} in map(set, proposed) and not any(OTHERS[1] in contributors for contributors in proposed)
 
 
-def test_a_claim_that_only_a_record_lists_gives_way_to_one_that_came_by_itself():
+def test_who_announces_the_blob_of_another_after_it_is_held_is_left_out_at_once():
     b = announced(OTHERS[0], OTHERS[1])
-    theirs, copy, third = b.header(OTHERS[0]), b.header(OTHERS[1], blob=blob_of(OTHERS[0])), b.header(OTHERS[2])
-    record = b.record(OTHERS[2], [b.mine, copy, third])
-    b.step(ev.MessageReceived(record))
-    b.hold(theirs)
-    b.step(ev.BlobHeld(third.body.blob))
-    authors = {h.author for h in b.machine.summary(0).headers}
-    assert OTHERS[0] in authors and OTHERS[1] not in authors
-    assert record.digest not in votes_until(b, 40.0)
+    b.hold(b.header(OTHERS[0]))
+    b.step(ev.MessageReceived(b.header(OTHERS[1], blob=blob_of(OTHERS[0]))))
+    assert [(n.kind, n.about) for n in b.of(do.Notice)] == [("bad-blob", OTHERS[1])]
+    round_ = b.machine.open_round
+    assert round_ is not None and {h.author for h in round_.candidates()} == {ME, OTHERS[0]}
 
 
-def test_a_record_that_lists_one_blob_twice_is_no_record():
-    chain = Chain(RUN, STATE, POLICY.chain_limits)
-    b = Bench()
-    twice = [b.header(key, blob=blob_of(ME)) for key in OTHERS[:3]]
-    body = RoundRecord(RUN, Round(0), chain.genesis, STATE, 0, tuple(sorted(twice, key=lambda h: h.author)))
-    with pytest.raises(ChainError, match="one blob twice"):
-        chain.add(certificate(FakeSigner(OTHERS[0]).sign(body), OTHERS[:3]))
+def test_of_a_blob_that_breaks_the_rules_all_who_announced_it_are_left_out():
+    b = announced(OTHERS[0], OTHERS[1])
+    for header in (b.header(OTHERS[0]), b.header(OTHERS[1], blob=blob_of(OTHERS[0]))):
+        b.step(ev.MessageReceived(header))
+    b.step(ev.BlobInvalid(blob_of(OTHERS[0]), "scales"))
+    round_ = b.machine.open_round
+    assert round_ is not None and {h.author for h in round_.candidates()} == {ME}
 
 
 def test_the_peers_that_are_reported_in_a_round_are_bounded_and_each_is_once():

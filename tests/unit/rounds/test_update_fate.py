@@ -19,7 +19,7 @@ def decided_without_us(b):
     """Certify the other peer's record, and apply it once our patience is over."""
     record = without_us(b)
     b.step(ev.CertificateReceived(certificate(record, OTHERS[:1]), OTHERS[0]))
-    b.step(ev.BlobHeld(blob_of(OTHERS[0])))
+    b.step(ev.BlobHeld(blob_of(OTHERS[0]), OTHERS[0]))
     b.step(ev.Tick(), b.now + 2 * POLICY.patience_seconds)
     b.step(ev.StateReached(record.digest, NEXT))
     assert b.machine.summary(b.now).round == 1
