@@ -86,7 +86,7 @@ class Peer:
                 case do.Send(to, messages, certificates):
                     if (other := world.index_of.get(to)) is not None:
                         world.links.send(self.index, other, (*messages, *certificates))
-                case do.FetchBlob(blob, _, author, _):
+                case do.FetchBlob(blob, author, _):
                     clock.at(clock.now + world.shape.rtt * 2, self.fetch, blob, author)
                 case do.FetchShard(blob, _, _, holders):
                     clock.at(clock.now + world.shape.rtt * 2, self.fetch, blob, holders[0])

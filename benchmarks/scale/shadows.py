@@ -73,8 +73,8 @@ class Shadows:
         if index is None or self.model(index) != model.index:
             return
         self._proposed.add(b.parent)
-        holds = model.machine._context.blobs.holds
-        listed = [h for h in b.candidates() if b.chain.is_reduced_after(b.parent) or holds(h.body.blob)]
+        holds = model.machine._context.blobs.holds_update
+        listed = [h for h in b.candidates() if b.chain.is_reduced_after(b.parent) or holds(h)]
         updates = tuple(sorted(listed, key=lambda h: h.author))
         weights = b.chain.weights(b.parent, updates)
         body = RoundRecord(self._world.run, b.number, b.parent, b.state, 0, updates, weights=weights)

@@ -102,7 +102,7 @@ def replay(
         outer.rebase()
         first, accepted_windows = update.rebase_window, rebase.accepted_windows
     _train(spec, backend, reader, update, first, update.end_window, accepted_windows, steps)
-    return Replayed(outer.announce(), backend.inner.rows_with_gradient(), steps.is_work)
+    return Replayed(bytes(outer.announce()), backend.inner.rows_with_gradient(), steps.is_work)
 
 
 def _train(

@@ -72,7 +72,7 @@ class ActionHandler:
             case actions.RequestChain():
                 self.tasks.spawn(self._request_chain(action.to, action.have), "chain request")
             case actions.FetchBlob():
-                self.updates.fetch(action.blob, action.size, (action.author, *action.holders))
+                self.updates.fetch(action.blob, (action.author, *action.holders))
             case actions.CancelFetch():
                 self.updates.drop(action.blob)
             case actions.FetchShard():

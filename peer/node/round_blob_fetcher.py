@@ -67,20 +67,18 @@ class RoundBlobFetcher:
         """Let a blob of the open round take at least this time, until the next policy."""
         self.deadline_seconds = max(self.deadline_seconds, seconds)
 
-    def fetch(self, blob: Digest, size: int, holders: Iterable[PeerKey], blob_format: BlobFormat | None = None) -> None:
+    def fetch(self, blob: Digest, holders: Iterable[PeerKey], blob_format: BlobFormat | None = None) -> None:
         """Start to fetch a blob, from the likeliest holders first. Do nothing when it is being fetched already."""
         if blob not in self._tasks:
-            self._tasks[blob] = self.tasks.spawn(
-                self._fetch(blob, size, list(holders), blob_format or self.codec), "blob"
-            )
+            self._tasks[blob] = self.tasks.spawn(self._fetch(blob, list(holders), blob_format or self.codec), "blob")
 
     def drop(self, blob: Digest) -> None:
         """Stop fetching a blob that nobody needs any more."""
         if (task := self._tasks.pop(blob, None)) is not None:
             task.cancel()
 
-    async def _fetch(self, blob: Digest, size: int, holders: list[PeerKey], blob_format: BlobFormat) -> None:
-        answer = await self._get(blob, size, holders, blob_format)
+    async def _fetch(self, blob: Digest, holders: list[PeerKey], blob_format: BlobFormat) -> None:
+        answer = await self._get(blob, holders, blob_format)
         # Before the answer is posted: it may lead to another request for the same blob.
         if self._tasks.get(blob) is asyncio.current_task():
             del self._tasks[blob]
@@ -88,11 +86,9 @@ class RoundBlobFetcher:
             self.post(answer)
 
     async def _get(
-        self, blob: Digest, size: int, holders: list[PeerKey], blob_format: BlobFormat
-    ) -> BlobHeld | BlobInvalid | BlobUnavailable | None:
+        self, blob: Digest, holders: list[PeerKey], blob_format: BlobFormat
+    ) -> BlobHeld | BlobUnavailable | None:
         """Return the answer for the machine; None when `ensure` has posted it."""
-        if size != blob_format.size:
-            return BlobInvalid(blob, f"an update of {size} bytes, where the run's codec makes {blob_format.size}")
         try:
             path = await self.ensure(blob, holders, blob_format)
             return BlobHeld(blob, blob_format.author_of(map_file(path)))

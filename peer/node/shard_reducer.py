@@ -109,7 +109,7 @@ class ShardReducer:
         """Fetch a shard that others made; answered like an update."""
         blob_format = self.format_of(len(record.body.updates), shard)
         self._note(record).add(blob)
-        self.updates.fetch(blob, blob_format.size, holders, blob_format)
+        self.updates.fetch(blob, holders, blob_format)
 
     def _note(self, record: Signed[RoundRecord]) -> set[Digest]:
         """Return the blobs of this record's shards, made here or requested; forget those of records long before it."""
@@ -187,8 +187,8 @@ class ShardReducer:
         unavailable = invalid or [author for author in missing if author in requested or author in copies]
         if missing:
             names = ", ".join(a.short for a in unavailable) or "authors that were not asked yet"
-            kind = "invalid updates" if invalid else "no updates, or others',"
-            log.info("shard %d is not made: %s of %s", shard, kind, names)
+            kind = "invalid updates of" if invalid else "others' updates, or none, from"
+            log.info("shard %d is not made: %s %s", shard, kind, names)
             return ShardUnavailable(record.digest, shard, tuple(sorted(unavailable)))
         weighed = zip(record.body.contributors, record.body.weighed, strict=True)
         contributions = [Contribution(author, windows, slices[author]) for author, windows in weighed]

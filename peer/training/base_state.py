@@ -164,7 +164,7 @@ class BaseState(ThreadOwned):
         """Return (first, end, inner steps) of an update made now, or None when there is none."""
         return windows.claim(most)
 
-    def _announce(self) -> bytes:
+    def _announce(self) -> bytes | bytearray:
         """Return the blob of all progress that was not sent yet."""
         blob = self._outer.announce()
         self._exchange.loss = self._exchange.loss.restarted()

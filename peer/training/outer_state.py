@@ -280,10 +280,10 @@ class OuterState(OuterOperations):
         anchor = {n: offload.copy(t) for n, t in self.local.items()}
         super().__init__(codec, beta, spec, anchor, SoleRank(), offload, replayable=replayable)
 
-    def announce(self) -> bytes:
+    def announce(self) -> bytearray:
         """Return an update's blob of all progress that was not sent. Raises CodecError when it is not finite."""
         self._gather_progress()
-        return bytes(self.codec.encode(self.feedback, self.offload.device))
+        return self.codec.encode(self.feedback, self.offload.device)
 
     def owned_of(
         self, tensor_of: Callable[[str], Tensor | None], names: Container[str] | None = None

@@ -69,7 +69,7 @@ class ReplayableState(BaseState):
             self.is_begin_due = True
         return None if self.is_begin_due else claim
 
-    def _announce(self) -> bytes:
+    def _announce(self) -> bytes | bytearray:
         return self._outer.announce()
 
     def _take_back(self, blob: bytes) -> None:

@@ -28,7 +28,7 @@ from protocol.layout import BLOCK, Layout, TensorSlice
 from protocol.state import flat_view, local_views
 
 MAGIC = b"CRN1"
-FORMAT = 1
+FORMAT = 2
 CHECK_BATCH_BYTES = 256 * 1024
 """Bytes that are checked at once: in a thread beside a busy one, each operation may wait for the interpreter."""
 
@@ -197,7 +197,8 @@ class Codec(ABC):
 
     def with_author(self, blob: Blob, author: PeerKey) -> bytes:
         """Return the blob with another author: so nobody else can announce it under its digest."""
-        return b"".join((blob[:FORMAT_HEADER], author, blob[HEADER:]))
+        view = memoryview(blob)
+        return b"".join((view[:FORMAT_HEADER], author, view[HEADER:]))
 
     def check_size(self, blob: Blob) -> None:
         """Raise CodecError unless the blob has as many bytes as every other."""

@@ -45,7 +45,6 @@ class FetchBlob:
     """
 
     blob: Digest
-    size: int
     author: PeerKey
     holders: tuple[PeerKey, ...]
 

@@ -39,15 +39,15 @@ class UpdateBlob:
         return f"the update of {self.header.author.short} that record {record.short} lists"
 
     def fetch(self, blob: Digest, holders: tuple[PeerKey, ...]) -> Action:
-        return FetchBlob(blob, self.header.body.blob_size, self.header.author, holders)
+        return FetchBlob(blob, self.header.author, holders)
 
     def belongs_to(self, certificate: Certificate) -> bool:
         """Return whether the certificate may list the update: not one on another branch."""
         return self.header.body.parent == certificate.record.body.parent
 
     def first_holders(self, blob: Digest, exchange: Exchange | None) -> Iterable[PeerKey]:
-        """Return the peers to ask before all others."""
-        return (self.header.author,)
+        """Return the peers to ask before all others: who announced the blob, of whom one is its author."""
+        return (self.header.author, *(() if exchange is None else exchange.announcers(blob)))
 
     def other_holders(self, round_: RoundState) -> Iterable[PeerKey]:
         """Return the peers to ask after those that voted for the certificate."""
@@ -145,16 +145,16 @@ class BlobTracker:
         """Make room when the owner admits more members: a round must fit in whole."""
         self._bound = self._held.limit = self._invalid.limit = max(self._bound, bound)
 
-    def holds(self, blob: Digest) -> bool:
-        """Return whether the store has the blob and it passed every check."""
-        return blob in self._held
-
     def is_invalid(self, blob: Digest) -> bool:
         return blob in self._invalid
 
     def holds_as(self, blob: Digest, role: BlobRole) -> bool:
-        """Return whether a blob is held that can be used in a role: an update must name who announced it."""
-        return blob in self._held if role.header is None else self.holds_update(role.header)
+        """Return whether a blob is held in a role."""
+        return self.holds_shard(blob) if role.header is None else self.holds_update(role.header)
+
+    def holds_shard(self, blob: Digest) -> bool:
+        """Return whether a blob is held that passed every check of a shard."""
+        return blob in self._held and self._held[blob] is None
 
     def holds_update(self, header: Signed[UpdateHeader]) -> bool:
         """Return whether an update is held, and was made by who announced it."""

@@ -156,7 +156,7 @@ class Consensus:
         if context.is_excluded(author):
             round_.exclude(author)
         if context.blobs.is_unusable(header):
-            self._leave_out_copier(round_, author)
+            self._leave_out(round_, author)
         context.members.note_announced(author)
         if not listed:
             context.chain.announce(header)
@@ -204,7 +204,7 @@ class Consensus:
             if u.author == context.me:
                 context.own.made(u.body.blob, round_.parent, round_.number)
         proposal = round_.add_record(
-            record, context.now, exchange.missing_for(record.body), context.blobs.is_unusable, refused=is_refused
+            record, context.now, exchange.missing_for(record.body), context.blobs.is_invalid, refused=is_refused
         )
         if proposal is not None and proposal.equivocated and round_.report_once(record.author):
             text = f"peer {record.author.short} proposed two records at once"
@@ -331,16 +331,19 @@ class Consensus:
             return
         round_.hold(blob, author)
         for copier in [h.author for h in round_.headers.values() if h.body.blob == blob and h.author != author]:
-            self._leave_out_copier(round_, copier)
+            self._leave_out(round_, copier)
 
-    def _leave_out_copier(self, round_: RoundState, copier: PeerKey) -> None:
+    def _leave_out(self, round_: RoundState, announcer: PeerKey) -> None:
+        """Leave out a peer that announced a blob that is invalid, or another's. It is penalised once a round."""
         context, members = self._context, self._context.members
-        round_.exclude(copier)
-        members.late.penalise(copier, round_.number)
-        members.distrusted.penalise(copier, round_.number)
-        if round_.report_once(copier):
-            text = f"peer {copier.short} announced a blob that another made, or that is invalid"
-            context.notify("warning", "bad-blob", text, copier)
+        if announcer in round_.excluded:
+            return
+        round_.exclude(announcer)
+        members.late.penalise(announcer, round_.number)
+        members.distrusted.penalise(announcer, round_.number)
+        if round_.report_once(announcer):
+            text = f"peer {announcer.short} announced a blob that another made, or that is invalid"
+            context.notify("warning", "bad-blob", text, announcer)
 
     def continue_round(self) -> None:
         """Continue the open round with the trainer's state: it was lost, and is back."""
@@ -639,8 +642,8 @@ class Consensus:
     def holders(self, blob: Digest, role: BlobRole) -> tuple[PeerKey, ...]:
         """Return the peers that are likely to have a blob, the best first.
 
-        For an update: its author, then voters for it, then those that announced in its round. For a shard: its signers,
-        then voters for its record.
+        For an update: who announced it, then voters for it, then those that announced in its round. For a shard: its
+        signers, then voters for its record.
         """
         chain, round_, exchange = self._context.chain, self.round, self.exchange
         found: dict[PeerKey, None] = {}

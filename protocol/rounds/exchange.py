@@ -96,6 +96,10 @@ class Exchange(ABC):
     def needed(self) -> dict[Digest, BlobRole]:
         """Return the blobs of the round to fetch, once we have announced."""
 
+    def announcers(self, blob: Digest) -> tuple[PeerKey, ...]:
+        """Return the peers that announced a blob as their update."""
+        return tuple(h.author for h in self._round.headers.values() if h.body.blob == blob)
+
     def shard_holders(self, record: Signed[RoundRecord], shard: int, blob: Digest) -> tuple[PeerKey, ...]:
         """Return the peers that have signed a shard's digest, then those that voted for its record."""
         return ()

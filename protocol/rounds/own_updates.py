@@ -85,7 +85,9 @@ class OwnUpdates:
             accepted = (
                 record is not None
                 and record != chain.root
-                and any(u.body.blob == blob for u in chain.certificate(record).record.body.updates)
+                and any(
+                    (u.author, u.body.blob) == (self._me, blob) for u in chain.certificate(record).record.body.updates
+                )
             )
             if accepted and update.in_feedback:
                 regained.append(blob)

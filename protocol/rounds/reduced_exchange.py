@@ -300,7 +300,9 @@ class ReducedExchange(Exchange):
             return False
         self._bytes += len(attestation.encoded)
         if tally.add(attestation) and (blob := tally.agreed[shard]) is not None:
-            self._round.require(proposal, blob, held=context.blobs.holds(blob), invalid=context.blobs.is_invalid(blob))
+            self._round.require(
+                proposal, blob, held=context.blobs.holds_shard(blob), invalid=context.blobs.is_invalid(blob)
+            )
         listed = proposal.record.body.contributors
         # A proposal that leaves out most does not count: its author could have filled the committees with its own.
         if attestation.body.missing and 2 * len(listed) > len(self._round.headers):

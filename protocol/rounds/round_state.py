@@ -94,7 +94,7 @@ class RoundState:
         *,
         is_delivered: Callable[[Signed[UpdateHeader]], bool] = lambda header: True,
     ):
-        """Open a round. `is_delivered` returns whether an update is held: True in a reduced round: none need be."""
+        """Open a round. `is_delivered` returns whether an update is held. In a reduced round none need be: True."""
         self.policy = policy
         self.chain = chain
         self.parent = parent
@@ -326,7 +326,7 @@ class RoundState:
         record: Signed[RoundRecord],
         now: float,
         missing: set[Digest],
-        is_unusable: Callable[[Signed[UpdateHeader]], bool],
+        is_invalid: Callable[[Digest], bool],
         *,
         refused: bool,
     ) -> Proposal | None:
@@ -344,7 +344,7 @@ class RoundState:
             return None
         if evicted is not None:
             self._forget_record(evicted)
-        bad = any(map(is_unusable, record.body.updates))
+        bad = any(is_invalid(u.body.blob) for u in record.body.updates)
         proposal = Proposal(record, now, missing, bad=bad, refused=refused)
         for other in by_author:
             if other.record.body.attempt == record.body.attempt and other.record.digest in self.proposals:
@@ -425,12 +425,11 @@ class RoundState:
         self.proposed = record
 
     def hold(self, blob: Digest, author: PeerKey | None) -> None:
-        """Note that a blob is held. No proposal that lists it as the update of another `author` gets our vote."""
+        """Note that a blob is held, and the author that it names: as another's update it is still missing."""
         self._order = None
         for proposal in self.proposals.values():
-            proposal.missing.discard(blob)
-            listed = (u.author for u in proposal.record.body.updates if u.body.blob == blob)
-            proposal.bad = proposal.bad or any(by != author for by in listed)
+            if all(u.author == author for u in proposal.record.body.updates if u.body.blob == blob):
+                proposal.missing.discard(blob)
 
     def reject(self, blob: Digest) -> None:
         """Note that a blob is invalid: no proposal with it gets our vote."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from protocol.ids import Digest, PeerKey, sha256
-from protocol.messages import Heartbeat, RoundRecord, ShardAttestation, Signed, Vote, shards_digest
+from protocol.messages import Heartbeat, RoundRecord, ShardAttestation, Signed, UpdateHeader, Vote, shards_digest
 from protocol.rounds import events as ev
 from tests.simulation.committee import part_of
 from tests.simulation.node import Node
@@ -67,15 +67,34 @@ class Boaster(Node):
 
 
 class Copier(Node):
-    """Announces the update of another, whose header it has received, as its own."""
+    """Announces the update of one honest peer as its own as soon as it has the header, and gives nothing to anybody."""
 
     honest = False
 
-    def step(self, event) -> None:
-        if isinstance(event, ev.UpdateReady) and event.blob is not None and self.machine.open_round is not None:
-            others = [h.body.blob for h in self.machine.open_round.headers.values() if h.author != self.key]
-            event = replace(event, blob=others[0]) if others else event
-        super().step(event)
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.copied: set[Digest] = set()
+
+    def hear(self, message) -> None:
+        body, honest = message.body, [n.key for n in self.world.nodes if n.honest]
+        is_due = isinstance(body, UpdateHeader) and message.author == honest[self.index % len(honest)]
+        if self.alive and is_due and body.parent not in self.copied:
+            self.copied.add(body.parent)
+            copy = self.signer.sign(replace(body, first_window=0, rebase_window=0, end_window=1))
+            for node in self.world.nodes:
+                if node.alive and node is not self:
+                    self.world.network.send(self.index, node.index, node.hear, copy)
+        super().hear(message)
+
+    def broadcast(self, message) -> None:
+        if isinstance(message.body, Heartbeat):
+            super().broadcast(message)
+
+    def gives(self, blob: Digest, to: PeerKey) -> bool:
+        return False
+
+    def gives_slice(self, blob: Digest, parts: int, part: int, to: PeerKey) -> bool:
+        return False
 
 
 HOSTILE = (Equivocator, Withholder, Poisoner, Boaster, Copier)

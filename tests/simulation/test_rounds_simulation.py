@@ -25,7 +25,7 @@ from tests.simulation.checkers import (
     check_words_reached,
     disagreement,
 )
-from tests.simulation.hostile import HOSTILE_REDUCERS, TwoMinded, Withholder
+from tests.simulation.hostile import HOSTILE_REDUCERS, Copier, TwoMinded, Withholder
 from tests.simulation.network import Weather
 from tests.simulation.node import RETRY, Node
 from tests.simulation.scenario import Scenario
@@ -211,6 +211,20 @@ def test_rounds_are_reduced_though_one_of_five_is_hostile(liar):
     assert outcome.rounds >= 4 and len(honest) == 3
     listed = [key for c in scenario.world.records.values() for key in c.record.body.contributors]
     assert all(listed.count(key) >= outcome.rounds * 2 / 3 for key in honest)
+
+
+@pytest.mark.parametrize("exchange", [GATHER, REDUCE], ids=["gathered", "reduced"])
+def test_as_many_copiers_as_honest_peers_keep_no_update_out(exchange):
+    """Each copies the update of another. In a reduced round an honest peer knows of the copy of its own alone."""
+    world = World(1, 12, policy=policy_for(6, exchange=exchange))
+    for i in range(12):
+        node = world.add(Node if i < 6 else Copier, speed=2.0)
+        world.clock.at(0.01 * i, node.boot)
+    world.clock.run_until(80.0)
+    records = [world.records[d].record.body for d in world.way_to(world.honest[0].machine.chain.head)]
+    assert len(records) >= 15, "as many as without copiers"
+    assert all(set(body.contributors) == {n.key for n in world.honest} for body in records)
+    assert all(world.nodes[6].copied and node.copied for node in world.nodes[6:])
 
 
 @pytest.mark.parametrize("honest, speed, liars", [(4, 0.0, 1), (2, 2.0, 2)], ids=["sole contributor", "double votes"])

@@ -137,7 +137,7 @@ def read_block(kind: str, data: bytes, m: int, k: int) -> tuple[list[int], list[
 
 def read_blob(blob: bytes, kind: str, k: int, tensors: Tensors) -> list[Values]:
     """Return the decoded tensors of an update. Raise Refused for anything but a valid blob."""
-    header = b"CRN1" + bytes([IDENTIFIERS[kind], 1]) + struct.pack("<H", k if kind.startswith("sparse") else 0)
+    header = b"CRN1" + bytes([IDENTIFIERS[kind], 2]) + struct.pack("<H", k if kind.startswith("sparse") else 0)
     if blob[:40] != header + layout_digest(tensors):
         raise Refused("header")
     at, out = 72, []  # after the author
@@ -266,7 +266,7 @@ def sliced(values: Values, start: int, stop: int) -> Values:
 
 def encode_shard(mean: Sequence[np.ndarray], layout: Tensors, kind: str, k: int) -> bytes:
     """Return the blob of a shard: `int8`, `none` or `sparse8`."""
-    header = b"CRN1" + bytes([IDENTIFIERS[kind], 1]) + struct.pack("<H", k if kind == "sparse8" else 0)
+    header = b"CRN1" + bytes([IDENTIFIERS[kind], 2]) + struct.pack("<H", k if kind == "sparse8" else 0)
     out = header + layout_digest(layout) + bytes(32)
     for values in mean:
         limited = np.clip(values, F32(-(2.0**29)), F32(2.0**29))

@@ -13,6 +13,7 @@ from protocol.reduce_plan import ReducePlan
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
 from protocol.rounds.future_messages import FutureMessages
+from protocol.rounds.own_updates import OwnUpdates
 from protocol.rounds.reduced_exchange import ReducedExchange
 from protocol.rounds.round_state import RECORDS_PER_AUTHOR, proposer_order
 from tests.simulation.signer import FakeSigner, certificate
@@ -281,6 +282,28 @@ def test_a_record_that_was_certified_with_shards_stands_although_it_lists_a_bad_
     b.step(ev.BlobInvalid(shard_blob(1), "scales"))
     assert [r.kind for r in b.of(do.Notice) if r.level == "error"] == ["bad-record"]
     assert b.chain.head == b.chain.genesis
+
+
+def test_an_update_is_no_shard_and_a_record_whose_mean_it_should_be_is_not_applied():
+    b = Reducing()
+    record = b.propose()
+    made = certificate(record, [ME, *b.others], (shard_blob(0), shard_blob(1), blob_of(ME)))
+    b.step(ev.CertificateReceived(made, OTHERS[0]))
+    for i in range(2):
+        b.step(ev.BlobHeld(shard_blob(i), None))
+    assert not b.of(do.ApplyRecord) and b.machine.phase != "left"
+    b.step(ev.Tick(), b.now + 1)
+    assert not b.of(do.ApplyRecord)
+
+
+def test_an_own_update_that_a_record_lists_as_anothers_counts_as_missed():
+    b = Bench(policy=THREE)
+    own = OwnUpdates(ME)
+    own.made(blob_of(ME), b.chain.genesis, 0)
+    thief = b.header(OTHERS[0], blob=blob_of(ME))
+    made = certificate(b.record(OTHERS[0], [thief]), OTHERS[:1], (shard_blob(0),))
+    assert b.chain.add(made)
+    assert own.plan_move(b.chain, b.chain.genesis, made.digest) == ((blob_of(ME),), ())
 
 
 def test_whose_slices_a_member_needs_follows_from_the_proposals_that_are_worked_on():
