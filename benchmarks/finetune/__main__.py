@@ -34,7 +34,7 @@ from typing import Any
 from benchmarks import report
 from benchmarks.finetune.base import make_base
 from benchmarks.finetune.chat import write_conversations
-from benchmarks.finetune.rows import KINDS, TUNING, Row, Run, measured_row, rows, sizes_of
+from benchmarks.finetune.rows import KINDS, LARGE_BATCH, TUNING, Row, Run, measured_row, rows, sizes_of
 from benchmarks.finetune.world import FineTuning
 
 TRAINED = ("whole", "adapter")
@@ -52,15 +52,16 @@ def best(runs: Sequence[Run], row: Row) -> list[Run]:
     return [r for r in mine if r["lr"] == lr]
 
 
-def best_alone(runs: Sequence[Run], what: str, peers: int, steps: int) -> list[Run]:
-    """Return the runs of one process with the better optimizer, one for each seed."""
-    found = [best(runs, Row(*kind, peers, steps)) for kind in KINDS if kind[:2] == (what, "alone")]
+def best_alone(runs: Sequence[Run], row: Row) -> list[Run]:
+    """Return the runs of one process with the better optimizer and as many windows as a row, one for each seed."""
+    way = "alone" + LARGE_BATCH * row.way.endswith(LARGE_BATCH)
+    found = [best(runs, Row(*kind, row.peers, row.steps)) for kind in KINDS if kind[:2] == (row.what, way)]
     return min(filter(None, found), key=lambda some: mean(r["loss"] for r in some), default=[])
 
 
 def to_alone(runs: Sequence[Run], row: Row) -> list[float]:
     """Return by how much a row's loss is above that of one process, relative, for each seed of both."""
-    alone = {r["seed"]: r["loss"] for r in best_alone(runs, row.what, row.peers, row.steps)}
+    alone = {r["seed"]: r["loss"] for r in best_alone(runs, row)}
     return [r["loss"] / alone[r["seed"]] - 1 for r in best(runs, row) if r["seed"] in alone]
 
 
@@ -77,7 +78,7 @@ def goals(results: Mapping[str, Any]) -> list[dict[str, Any]]:
             out.append(report.goal(text, f"{mean(above):+.2%}" if above else None, met))
         peers = results["sizes"][0]
         row = Row(what, "together", WRITTEN[what], peers)
-        ours, alone = best(runs, row), best_alone(runs, what, peers, row.steps)
+        ours, alone = best(runs, row), best_alone(runs, row)
         fewer = alone[0]["bytes"] / ours[0]["bytes"] if ours and alone else None
         text = f"{what}: at least 500 times fewer bytes than bf16 gradients"
         out.append(report.goal(text, f"{fewer:.0f}x" if fewer else None, fewer >= 500 if fewer else None))

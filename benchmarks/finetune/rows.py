@@ -24,6 +24,10 @@ KINDS = (
     ("whole", "alone", "muon"),
     ("whole", "together", "muon"),
     ("whole", "together, Nesterov", "muon"),
+    ("whole", "together, uncompressed", "muon"),
+    ("whole", "together, 12 steps a round", "muon"),
+    ("whole", "alone, 8 windows a step", "muon"),
+    ("whole", "together, 8 windows a step", "muon"),
     ("adapter", "alone", "adamw"),
     ("adapter", "alone", "muon"),
     ("adapter", "together", "adamw"),
@@ -34,6 +38,8 @@ KINDS = (
     ("adapter", "together, nf4 base", "adamw"),
 )
 """The trained part of the model, the way of training, and the inner optimizer."""
+LARGE_BATCH = ", 8 windows a step"
+"""The end of the ways with four times the usual batch."""
 
 LARGER = (
     ("whole", "alone", "muon"),
@@ -96,6 +102,10 @@ def measure(
     torch.set_num_threads(1)
     size, plan = sizes_of(quick=quick)
     plan = replace(plan, steps=plan.steps * row.steps // TUNING.steps)
+    if "12 steps" in row.way:
+        plan = replace(plan, h=12)
+    if row.way.endswith(LARGE_BATCH):
+        plan = replace(plan, batch=8)
     base, texts = Path(folder) / "base", (Path(folder) / "conversations.jsonl", Path(folder) / "held-out.jsonl")
     worlds: dict[int, FineTuning] = {}
 
@@ -105,11 +115,12 @@ def measure(
             worlds[seed] = FineTuning(
                 where, base, texts, size, plan, adapter=row.what == "adapter", optimizer=row.optimizer, seed=seed,
                 outer="nesterov" if "Nesterov" in row.way else "plain",
+                codec="none" if "uncompressed" in row.way else "sign",
                 dtype=next((d for d in ("int8", "nf4") if d in row.way), "bfloat16"),
             )  # fmt: skip
         made: Run = {**asdict(row), "seed": seed, "lr": lr, "commit": commit, "loss": None, "bytes": 0}
         try:
-            if row.way == "alone":
+            if row.way.startswith("alone"):
                 out = worlds[seed].alone(row.peers, lr)
             else:
                 out = worlds[seed].together(row.peers, lr, freeze_a="A frozen" in row.way)

@@ -60,11 +60,11 @@ class FineTuning:
     """
 
     def __init__(self, folder: Path, base: Path, rows: tuple[Path, Path], size: BaseModel, tuning: Tuning, *,
-                 adapter: bool, optimizer: str, seed: int, outer: str = "plain",
+                 adapter: bool, optimizer: str, seed: int, outer: str = "plain", codec: str = "sign",
                  dtype: str = "bfloat16", device: torch.device = CPU):  # fmt: skip
         self.tuning, self.seed, self.device = tuning, seed, device
         folder.mkdir(parents=True, exist_ok=True)
-        tables = _tables(base, rows, size, tuning, optimizer=optimizer, seed=seed, outer=outer)
+        tables = _tables(base, rows, size, tuning, optimizer=optimizer, seed=seed, outer=outer, codec=codec)
         if adapter:
             settings = {"rank": tuning.rank, "alpha": 2 * tuning.rank, "targets": ["all-linear"], "dtype": dtype}
             tables["model"] |= {"adapter": settings}
@@ -166,6 +166,7 @@ def _tables(
     optimizer: str,
     seed: int,
     outer: str,
+    codec: str,
 ) -> dict[str, dict[str, Any]]:
     return {
         "run": {"name": "finetune", "seed": seed, "weights": str(base)},
@@ -178,7 +179,7 @@ def _tables(
             "conversations": {"long": "drop"},
         },
         "inner": {"optimizer": optimizer, "batch": tuning.batch, "lr": 1e-3, "schedule": {"kind": "constant"}},
-        "codec": {"kind": "sign"},
+        "codec": {"kind": codec},
         "outer": {"optimizer": outer},
         "round": {"target_tokens": 4096, "max_update_tokens": 2**20},
         "credit": {"hold_rounds": 1},

@@ -61,6 +61,7 @@ class Shadows:
         if said is None:
             if isinstance(body, UpdateHeader):
                 body = replace(body, blob=Digest(sha256(b"blob", signer.key, body.parent)))
+                self._world.made_by[body.blob] = signer.key
             said = self._said[index, message.digest] = signer.sign(body)
         return said
 

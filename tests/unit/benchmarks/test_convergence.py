@@ -24,6 +24,7 @@ from benchmarks.convergence.studies import BASE, MAIN, OWN_ROWS, SIGNS, STATELES
 from benchmarks.convergence.swarm import Cairn
 from benchmarks.convergence.synchronous import PowerSGD, Synchronous
 from benchmarks.convergence.variants import Choice, Variant
+from protocol.blob_sizes import HEADER
 from protocol.codec import make_codec
 from protocol.spec import CodecSpec
 from tests.support.long_cases import long_cases
@@ -59,7 +60,7 @@ def test_the_sparse_variant_is_what_the_codec_and_the_outer_step_do(setting: Set
     # Rounding decides which of two nearly equal coordinates is sent, so a few are sent by one of them only.
     assert apart(setting, ours, variant) < 0.05
     assert ours.exchanges == variant.exchanges == 3
-    headers = 3 * 40
+    headers = 3 * HEADER
     assert ours.payload == variant.payload + headers
 
 
@@ -69,7 +70,7 @@ def test_the_studies_base_is_what_the_trainer_does(setting: Setting):
     variant = trained(Variant(setting, LR, **{**BASE, "h": 4}))
     # The sign of what is nearly nothing is rounding's.
     assert apart(setting, ours, variant) < 0.05
-    assert ours.payload == variant.payload + 3 * 40
+    assert ours.payload == variant.payload + 3 * HEADER
 
 
 def test_an_update_is_counted_as_many_bytes_as_it_has(setting: Setting):

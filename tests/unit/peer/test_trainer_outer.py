@@ -294,7 +294,7 @@ def test_where_tensors_lie_changes_no_bit(spec, tmp_path):
         blobs = []
         for peer in peers:
             learn(peer, noise(r))
-            blobs.append(peer.announce())
+            blobs.append(bytes(peer.announce()))
             learn(peer, noise(100 + r))
             peer.add_back(blobs[0])
             peer.subtract(blobs[0], 0.5)
@@ -311,7 +311,7 @@ def test_where_tensors_lie_changes_no_bit_of_a_replayable_update(tmp_path):
     beside, *others = peers = [side(spec, beta=0, offload=home, replayable=True) for home in homes(tmp_path)]
     for peer in peers:
         learn(peer, noise(1))
-    (blob,) = {peer.announce() for peer in peers}
+    (blob,) = {bytes(peer.announce()) for peer in peers}
     for own in (blob, None):
         for peer in peers:
             assert peer.base is not None

@@ -58,7 +58,7 @@ def test_a_blob_says_to_a_plain_reader_what_it_says_to_the_decoder(layout, k, se
     codec = Sparse8Codec(layout, k)
     blob = bytes(codec.encode(noise(layout, seed, 10**power)))
     codec.check(blob)
-    assert len(blob) == codec.size and blob[:8] == b"CRN1\x05\x01" + struct.pack("<H", k)
+    assert len(blob) == codec.size and blob[:8] == b"CRN1\x05\x02" + struct.pack("<H", k)
     rest = blob[HEADER:]
     for index, tensor in enumerate(layout.tensors):
         said: dict[int, float] = {}
