@@ -648,6 +648,8 @@ class Consensus:
         chain, round_, exchange = self._context.chain, self.round, self.exchange
         found: dict[PeerKey, None] = {}
         found.update((a, None) for a in role.first_holders(blob, None if round_ is None else exchange))
+        # All who announced an update are asked: one is its author, and anybody can copy the header of another.
+        most = MAX_HOLDERS if role.header is None else max(MAX_HOLDERS, len(found))
         for branch in (chain.head, self._sync.retried_tip):
             decided = None if branch is None else chain.ancestor_at(branch, role.round + 1)
             if decided is not None and decided != chain.root and role.belongs_to(chain.certificate(decided)):
@@ -655,7 +657,7 @@ class Consensus:
         if round_ is not None:
             found.update((a, None) for a in role.other_holders(round_))
         found.pop(self._context.me, None)
-        return tuple(found)[:MAX_HOLDERS]
+        return tuple(found)[:most]
 
     def blobs(self) -> set[Digest]:
         """Return the blobs of the round's updates, and of the shards that somebody attested."""

@@ -111,9 +111,9 @@ class Members:
         """Peers that said goodbye, with the sequence of it."""
 
         self.late = Penalties(policy.max_members)
-        """For keeping a round waiting until the deadline, or an invalid update: for a while nobody waits for these
-        peers. Being listed later does not clear it, or else a peer that announces in every second round would stall
-        the others."""
+        """For keeping a round waiting until the deadline, or an update that is invalid or a copy: for a while nobody
+        waits for these peers. Being listed later does not clear it, or else a peer that announces in every second round
+        would stall the others."""
 
         self.unavailable = Penalties(policy.max_members)
         """For certified blobs that nobody gave us: for a while we wait for theirs only briefly."""
@@ -122,7 +122,8 @@ class Members:
         """For updates that committees could not get or use: our own records do not list these peers for a while."""
 
         self.distrusted = Penalties(policy.max_members)
-        """For updates that broke the codec's rules: for a while the claims of these peers end no round."""
+        """For updates that broke the codec's rules or were copies: for a while the claims of these peers end no
+        round."""
 
         self.lagging = Penalties(policy.max_members)
         """For lagging members awaited in vain (see `awaited_members`): for a while nobody waits for them as such."""

@@ -117,7 +117,7 @@ class RoundState:
         """Authors of two headers: no record of ours lists either."""
 
         self.excluded: set[PeerKey] = set()
-        """Authors that no record of ours lists: of an invalid blob or two headers, banned or barred."""
+        """Authors that no record of ours lists: of an invalid blob, a copy or two headers, banned or barred."""
 
         self.proposals: dict[Digest, Proposal] = {}
         self.votes: dict[PeerKey, BoundedDict[Digest, Signed[Vote]]] = {}
@@ -246,7 +246,7 @@ class RoundState:
         self.count_change()
 
     def candidates(self) -> list[Signed[UpdateHeader]]:
-        """Return the headers that a record of ours may list: same base as ours, and no invalid blob."""
+        """Return the headers that a record of ours may list: same base as ours, and author not excluded."""
         return [h for h in self.headers.values() if self.is_candidate(h)]
 
     def is_candidate(self, header: Signed[UpdateHeader]) -> bool:
@@ -428,7 +428,8 @@ class RoundState:
         """Note that a blob is held, and the author that it names: as another's update it is still missing."""
         self._order = None
         for proposal in self.proposals.values():
-            if all(u.author == author for u in proposal.record.body.updates if u.body.blob == blob):
+            listed = proposal.record.body.updates if blob in proposal.missing else ()
+            if all(u.author == author for u in listed if u.body.blob == blob):
                 proposal.missing.discard(blob)
 
     def reject(self, blob: Digest) -> None:

@@ -334,6 +334,18 @@ def test_a_blob_is_its_authors_whoever_announces_it_first(first: str):
     assert {ME, OTHERS[0]} in map(set, proposed) and not any(OTHERS[1] in contributors for contributors in proposed)
 
 
+def test_the_author_of_a_blob_is_asked_for_it_however_many_copy_its_header():
+    b = Bench(policy=replace(POLICY, max_members=40))
+    copiers = [b.header(key, blob=blob_of(OTHERS[0])) for key in OTHERS[10:22]]
+    for key in OTHERS[:22]:
+        b.beat(key)
+    for header in (*copiers[:10], b.header(OTHERS[0]), *copiers[10:]):
+        b.step(ev.MessageReceived(header))
+    b.announce()
+    (asked,) = [a for a in b.of(do.FetchBlob) if a.blob == blob_of(OTHERS[0])]
+    assert OTHERS[0] in (asked.author, *asked.holders) and len({asked.author, *asked.holders}) == 13
+
+
 def test_who_announces_the_blob_of_another_after_it_is_held_is_left_out_at_once():
     b = announced(OTHERS[0], OTHERS[1])
     b.hold(b.header(OTHERS[0]))
