@@ -159,6 +159,29 @@ class Judge:
         return told
 
     @expect.register
+    async def _(self, step: script.Audits) -> str:
+        names, end = self._peers(step), time.monotonic() + step.seconds
+        honest, liars = ({self.swarm.key(n): n for n in of} for of in (names, step.liars))
+        while True:
+            bodies = [(c.digest, c.record.body) for c in (await self._longest(names)).path]
+            authors = {(record, u.digest): u.author for record, body in bodies for u in body.updates}
+            replays = [r.body for _, body in bodies for r in body.reports if r.body.check == "replay"]
+            of_honest = [r for r in replays if authors[r.record, r.update] in honest]
+            failed = sum(not r.passed for r in of_honest)
+            convicted = {d.author: body.round for _, body in bodies for d in body.decisions if d.convicted}
+            told = f"{len(of_honest)} replays of honest updates, {failed} of them failed"
+            told += "".join(
+                f"; {liars.get(k) or honest.get(k) or k} convicted in round {r}" for k, r in convicted.items()
+            )
+            if failed or convicted.keys() - liars.keys():
+                raise Failed(told)
+            if len(of_honest) >= step.least and convicted.keys() == liars.keys():
+                return told
+            if time.monotonic() > end:
+                raise Failed(told)
+            await asyncio.sleep(0.5)
+
+    @expect.register
     async def _(self, step: script.Logged) -> str:
         found = {n: len(re.findall(step.pattern, self.swarm.log(n))) for n in self._peers(step)}
         told = ", ".join(f"{n} {count} times" for n, count in found.items())

@@ -4,7 +4,7 @@
     core = true                      # it is also run by `make test`, where there can be an emulated internet
     limit_seconds = 300              # of it all
 
-    [run]                            # over the tiny run of tests/e2e/world.py
+    [run]                            # over the tiny run of tests/e2e/world.py; its founders are named by their hosts
     round = { target_tokens = 65536 }
 
     [default]                        # the line between two hosts
@@ -19,6 +19,8 @@
     clock = 3600                     # seconds that its clock is ahead
     speed = 0.125                    # of what the others train; by SIGSTOP of its trainer, again and again
     faulty = true                    # it serves chunks of states with a bit that is wrong
+    audits = true                    # it audits others' updates, on a CPU
+    liar = true                      # its updates are noise, with the largest claims
 
     [[pairs]]
     between = ["ada", "alan"]
@@ -278,6 +280,15 @@ class Credits(OfPeers):
     seconds: Seconds = 60
 
 
+class Audits(OfPeers):
+    """Records carry `least` replays or more of these peers' updates, all passed. Of all, the `liars` are convicted."""
+
+    do: Literal["expect audits"]
+    least: int = Field(ge=1)
+    liars: Names = ()
+    seconds: Seconds = 300
+
+
 class Logged(OfPeers):
     """Each of these has logged something that this pattern finds, at least `least` and at most `most` times."""
 
@@ -298,7 +309,7 @@ class Ended(OfPeers):
 Step = Annotated[
     Start | History | Rounds | Wait | Cut | Heal | Flap | Interrupt | PowerOff | Stop | Freeze | Thaw | Coordinator
     | Churn | Damage | OneChain | Forks | Contribute | Joined | Download | Goodput | PutBack | Carried | Pace | Credits
-    | Logged | Ended,
+    | Audits | Logged | Ended,
     Field(discriminator="do"),
 ]  # fmt: skip
 
@@ -312,6 +323,8 @@ class HostOf(_Part):
     clock: float = 0
     speed: float = Field(default=1, gt=0, le=1)
     faulty: bool = False
+    audits: bool = False
+    liar: bool = False
 
 
 class PairOf(_Part):
@@ -352,7 +365,7 @@ class Scenario(_Part):
         shared = {h.name for h in self.hosts if h.behind}
         for number, step in enumerate(self.steps, 1):
             between = getattr(step, "between", ((), ()))
-            for name in (*getattr(step, "peers", ()), *between[0], *between[1]):
+            for name in (*getattr(step, "peers", ()), *getattr(step, "liars", ()), *between[0], *between[1]):
                 if name not in there:
                     raise ValueError(f"step {number} ({step.do}): there is no host {name!r}")
                 if name in shared and step.do in ("cut", "flap", "power off", "churn", "interrupt"):

@@ -19,6 +19,7 @@ from benchmarks.convergence.wan_run_file import toml
 from cairn.demo.processes import Process
 from coordinator.authoring.resolve import GENESIS, SPEC
 from coordinator.authoring.toml_file import tomllib
+from peer.keyfile import load_or_make
 from peer.node.snapshot import FILE, Snapshot
 from protocol.identity import parse_key_file
 from protocol.ids import PeerKey
@@ -50,6 +51,9 @@ class Swarm(World):
         tables["round"] |= TIMERS
         for name, table in scenario.run.items():
             tables[name] = {**tables.get(name, {}), **table}
+        if founders := tables.get("admission", {}).get("founders"):
+            keys = [load_or_make(self.folder / host / "identity.key").key for host in founders]
+            tables["admission"]["founders"] = sorted(str(key) for key in keys)
         self.run_file.write_text(toml(tables))
         self._clock = self.folder / "clock.so"
         if any(h.clock for h in scenario.hosts):
@@ -99,9 +103,12 @@ class Swarm(World):
         return self._on(
             name, name,
             "peer", "join", str(invite or self.invite), "--home", str(self.folder / name), "--name", name,
-            "--threads", "1", "--device", device, "--parallel", parallel, "--plain", "--audit-device", "off",
+            "--threads", "1", "--device", device, "--parallel", parallel, "--plain",
+            "--audit-device", "cpu" if host.audits else "off",
             environment=environment,
-            module="tests.scenarios.faulty" if host.faulty else "cairn",
+            module=(
+                "tests.scenarios.faulty" if host.faulty else "tests.e2e.lying_peer" if host.liar else "cairn"
+            ),
         )  # fmt: skip
 
     def _on(
