@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,14 +16,14 @@ from cairn.peer_screen import page_address
 from coordinator.authoring.memory import eight_bit_saving, training_memory
 from peer.fetched_data import data_bytes
 from protocol.data_address import public_url
-from protocol.errors import CairnError, MalformedError, SpecError
+from protocol.errors import CairnError, MalformedError
 from protocol.ids import RunId
 from protocol.invite import HostPort
 from protocol.messages import TRAINING_PHASES
 from protocol.plain_text import printable
-from protocol.quiet_imports import quiet_imports
-from protocol.spec import AdapterSettings, RunSpec, open_spec
+from protocol.spec import AdapterSettings, AdapterSpec, RunSpec, open_spec
 from protocol.strict_json import read_json
+from protocol.training_memory import size_in
 from protocol.units import byte_size, count
 
 if TYPE_CHECKING:
@@ -37,9 +36,6 @@ ANSWER_SECONDS = 60.0
 """Maximum seconds for all answers of one coordinator."""
 
 MAX_STATUS = 1024 * 1024
-
-MOST_LAYERS = 256
-"""Layers of a frozen base up to which its memory is computed, which builds them. Llama 3.1 405B has 126."""
 
 JOIN = {
     "open": "open to everybody",
@@ -171,29 +167,22 @@ async def _answer(page: str, name: str, kind: type[_M]) -> _M:
 
 
 def memory(spec: RunSpec, device_type: str = "cuda") -> int:
-    """Return about how many bytes of memory training takes on one device of a type, "cuda" or "cpu".
-
-    A frozen base counts as the trainer holds it. Raises SpecError if the packages here do not know its model, or it
-    would take long to build: anybody may publish such a run.
-    """
-    frozen = 0
-    if (adapter := spec.model.adapter) is not None:
-        with quiet_imports():
-            from protocol.adapter import held_bytes
-            from protocol.model import layers_of
-        # Before the packages see it: configs of some models write a list with an entry for each layer.
-        if most_layers(spec.model.config) > MOST_LAYERS or layers_of(spec.model.config) > MOST_LAYERS:
-            raise SpecError(f"its base has more than {MOST_LAYERS} layers")
-        frozen = held_bytes(spec.model.config, adapter, device_type)
+    """Return about how many bytes of memory training takes on one device of a type, "cuda" or "cpu"."""
     model, on_cpu = spec.model, device_type == "cpu"
+    frozen = 0 if model.adapter is None else frozen_bytes(model.adapter, model.config, on_cpu=on_cpu)
     return training_memory(model.layout, model.config, spec.inner, spec.data.window, frozen, on_cpu=on_cpu)
 
 
-def most_layers(config: Mapping[str, Any]) -> float:
-    """Return the largest number that a config gives as one of layers, in whatever field."""
-    own = (v for k, v in config.items() if "layer" in k and isinstance(v, int | float))
-    inner = (most_layers(v) for v in config.values() if isinstance(v, Mapping))
-    return max([*own, *inner], default=0)
+def frozen_bytes(adapter: AdapterSpec, config: Mapping[str, Any], *, on_cpu: bool) -> int:
+    """Return about the bytes of a frozen base in memory.
+
+    No model is built: anybody may publish a run, and in a config a few bytes can ask for a million modules.
+    """
+    if on_cpu and not adapter.quantised:
+        return 4 * adapter.parameters
+    # As it is fetched, but embeddings of bf16 are held in fp32.
+    looked_up = size_in(config, "hidden_size", "n_embd") * size_in(config, "vocab_size")
+    return adapter.base.size + (2 * looked_up if adapter.kind == "BF16" else 0)
 
 
 def packages(adapter: AdapterSettings | None) -> list[str]:
@@ -211,13 +200,10 @@ def lines(run: ListedRun) -> list[str]:
     where = f"{byte_size(data_bytes(spec, private_data=False))} to fetch"
     if any(public_url(address) for address in spec.data.addresses):
         where += ", the rest read from an address as needed"
-    try:
-        on_gpu, on_cpu = (memory(spec, kind) for kind in ("cuda", "cpu"))
-        less = eight_bit_saving(spec.model.layout, spec.model.config, spec.inner, spec.audit, on_gpu)
-        estimated = "estimated" + (f"; {byte_size(on_gpu - less)} with --moments 8bit" if less else "")
-        enough = f"a GPU with {byte_size(on_gpu)} of memory ({estimated}), or a CPU with {byte_size(on_cpu)}"
-    except SpecError as e:
-        enough = f"not known here: {printable(str(e))}"
+    on_gpu, on_cpu = (memory(spec, kind) for kind in ("cuda", "cpu"))
+    less = eight_bit_saving(spec.model.layout, spec.model.config, spec.inner, spec.audit, on_gpu)
+    estimated = "estimated" + (f"; {byte_size(on_gpu - less)} with --moments 8bit" if less else "")
+    enough = f"a GPU with {byte_size(on_gpu)} of memory ({estimated}), or a CPU with {byte_size(on_cpu)}"
     tokens = sum(shard.tokens for shard in spec.data.train)
     done = f"{count(run.tokens)} tokens"
     if spec.total_tokens:
@@ -240,14 +226,8 @@ def lines(run: ListedRun) -> list[str]:
 
 
 def as_json(run: ListedRun) -> dict[str, Any]:
-    """Return a run as the JSON of `cairn runs --json` (docs/command_line.md).
-
-    `memory_bytes` is null if the packages here do not know the model under an adapter.
-    """
+    """Return a run as the JSON of `cairn runs --json` (docs/command_line.md)."""
     spec, adapter = run.spec, run.spec.model.adapter
-    needed = None
-    with contextlib.suppress(SpecError):
-        needed = memory(spec)
     return {
         "name": spec.name,
         "run": str(spec.run_id),
@@ -267,7 +247,7 @@ def as_json(run: ListedRun) -> dict[str, Any]:
         "loss": run.loss,
         "peers": run.peers,
         "tokens_per_second": run.tokens_per_second,
-        "memory_bytes": needed,
+        "memory_bytes": memory(spec),
         "admission": spec.admission.mode,
         "page": run.page,
         "description": run.description,

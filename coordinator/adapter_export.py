@@ -22,7 +22,7 @@ from coordinator.export import (
     MODEL,
     Exported,
     ExportError,
-    check_state,
+    check_digest,
     checkpoint_digest,
     generation_texts,
     held_layout,
@@ -78,8 +78,7 @@ def export_merged(
     `base`: the file of the frozen base. The other arguments are those of `export.export`. Raises ExportError, and
     SpecError.
     """
-    if (found := checkpoint_digest(base)) != adapter.base.name:
-        raise ExportError(f"{base}: damaged: its digest is {found.short}, and should be {adapter.base.name.short}")
+    check_digest(base, checkpoint_digest(base), adapter.base.name)
     model = build_adapted(config, adapter, device="cpu")
     with open(base, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
         load_base(model, adapter, data)
@@ -102,6 +101,6 @@ def _state(checkpoint: Path, layout: Layout, origin: Origin) -> dict[str, Tensor
         data = checkpoint.read_bytes()
     except OSError as e:
         raise ExportError(f"{checkpoint}: cannot be read: {os_reason(e)}") from None
-    check_state(checkpoint, blob_digest(data), origin)
+    check_digest(checkpoint, blob_digest(data), origin.state)
     wanted = {t.name for t in layout.tensors}
     return {name: tensor for name, tensor in tensors_in(held, data) if name in wanted}

@@ -34,6 +34,8 @@ from protocol.spec import ChatSpec
 
 MODEL, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"
 GENERATION = "generation_config.json"
+FRACTIONS = ("temperature", "top_p", "min_p", "repetition_penalty")
+"""Its fields that are no whole numbers."""
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 SPARE = 64 * 1024 * 1024
 """Bytes of free space that are required beside the weights."""
@@ -79,7 +81,7 @@ def export(
     size = 4 * layout.numel
     with new_folder(out, size, force=force) as draft:
         digest = _write_weights(checkpoint, held, draft / MODEL, {"format": "pt"} | origin.metadata())
-        check_state(checkpoint, digest, origin)
+        check_digest(checkpoint, digest, origin.state)
         card = model_card(origin, digest, layout.numel, made, config)
         write_texts(draft, model_texts(whole, chat) | tokenizer_texts(tokenizer, config, chat) | {"README.md": card})
     return Exported(out, layout.numel, size)
@@ -96,12 +98,11 @@ def held_layout(checkpoint: Path, layout: Layout, origin: Origin) -> Layout:
     return held
 
 
-def check_state(checkpoint: Path, digest: Digest, origin: Origin) -> None:
-    """Raise ExportError unless the digest of the file that was read is the one that its origin names."""
-    if origin.state is not None and digest != origin.state:
+def check_digest(file: Path, digest: Digest, wanted: Digest | None) -> None:
+    """Raise ExportError unless the digest of a file that was read is the wanted one, if that is known."""
+    if wanted is not None and digest != wanted:
         raise ExportError(
-            f"{checkpoint}: damaged: its digest is {digest.short}, and should be {origin.state.short}: take another "
-            "copy of it"
+            f"{file}: damaged: its digest is {digest.short}, and should be {wanted.short}: take another copy of it"
         )
 
 
@@ -202,7 +203,9 @@ def _generation_settings(whole: Mapping[str, Any], chat: ChatSpec | None) -> dic
     if chat is not None:
         end = fields.get("eos_token_id", [])
         fields["eos_token_id"] = [*chat.end_tokens, *(e for e in _listed(end) if e not in chat.end_tokens)]
-        fields = {"pad_token_id": chat.end_tokens[0]} | fields | chat.generation
+        # Canonical JSON writes 2.0 as 2, which transformers refuses.
+        kept = {k: float(v) if k in FRACTIONS else v for k, v in chat.generation.items()}
+        fields = {"pad_token_id": chat.end_tokens[0]} | fields | kept
     return fields
 
 

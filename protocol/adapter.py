@@ -188,10 +188,26 @@ def add_adapter(model: nn.Module, adapter: AdapterSettings) -> LoraConfig:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not name.endswith((f".lora_A.{NAME}.weight", f".lora_B.{NAME}.weight")):
             raise SpecError(f"model.adapter.targets: {name} is not of a linear module: name linear modules")
+    if adapter.targets == [ALL_LINEAR] and (left_out := _without_adapter(model)):
+        raise SpecError(
+            f'model.adapter.targets: "{ALL_LINEAR}" leaves out {len(left_out)} linear modules of this model, as '
+            f"{left_out[0]}: name all modules that get an adapter, by the ends of their names"
+        )
     config.modules_to_save = [name for name, _ in trained] or None
     for _, module in trained:
         module.requires_grad_(True)
     return config
+
+
+def _without_adapter(model: nn.Module) -> list[str]:
+    """Return the linear modules without an adapter, but the output layer.
+
+    `peft` gives stacked experts one adapter for all, and then drops linear modules that have the names of theirs.
+    """
+    wrapped = {id(m) for outer in model.modules() if (m := getattr(outer, "base_layer", None)) is not None}
+    wrapped.add(id(model.get_output_embeddings()))  # type: ignore[operator]
+    linear = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) and ".lora_" not in n]
+    return [name for name, module in linear if id(module) not in wrapped]
 
 
 def _trained_modules(model: nn.Module, names: list[str]) -> Iterator[tuple[str, nn.Module]]:

@@ -56,11 +56,6 @@ def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def layers_of(config: Mapping[str, Any]) -> int:
-    """Return the number of layers of a config's model, without building it. Raises SpecError."""
-    return getattr(_config_of(config), "num_hidden_layers", 1)
-
-
 def build_model(
     config: Mapping[str, Any],
     *,

@@ -262,7 +262,7 @@ ranges are those of any other shard, and a window's marks are checked with its t
 
 
 class ChatSpec(Section):
-    """How conversations became text, for whoever exports the model. Peers never render the template."""
+    """How conversations became text, for whoever exports the model. Training never renders the template."""
 
     template: Annotated[str, Field(min_length=1, max_length=MAX_TEMPLATE)] = Field(
         description="the chat template (Jinja) as transformers reads it"

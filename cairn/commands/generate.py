@@ -30,7 +30,7 @@ def generate(checkpoint: Path, **options: Any) -> None:
     CHECKPOINT is a run's folder, an archived state, a checkpoint file, or a model that `cairn export` made.
     """
     try:
-        click.echo(generate_text(checkpoint, **options))
+        text = generate_text(checkpoint, **options)
     except RuntimeError as e:
         import torch  # not for those who ask for help
 
@@ -40,6 +40,9 @@ def generate(checkpoint: Path, **options: Any) -> None:
             "the GPU's memory does not suffice: a model takes 4 bytes a parameter here, and so does an adapter's base; "
             "leave out --device to use the CPU, or stop other programs on the GPU"
         ) from None
+    from coordinator.checkpoints.evaluation_job import plain
+
+    click.echo(plain(text, limit=len(text)))  # strangers trained the model: it may write what a terminal obeys
 
 
 def generate_text(
@@ -82,11 +85,14 @@ def generate_text(
 def _model_of(found: FoundCheckpoint, device: str) -> Any:
     """Load the model of a run's checkpoint. Raises CairnError, and OSError."""
     from coordinator.checkpoints.evaluation import load_adapted, load_checkpoint
-    from coordinator.export import held_layout
+    from coordinator.export import check_digest, checkpoint_digest, held_layout
 
+    check_digest(found.checkpoint, checkpoint_digest(found.checkpoint), found.origin.state)
     if found.adapter is not None:
+        base = found.base_file()
+        check_digest(base, checkpoint_digest(base), found.adapter.base.name)
         held_layout(found.checkpoint, found.model.layout, found.origin)
-        return load_adapted(found.checkpoint, found.model, found.base_file(), device)
+        return load_adapted(found.checkpoint, found.model, base, device)
     return load_checkpoint(found.checkpoint, found.config, found.origin, device)
 
 

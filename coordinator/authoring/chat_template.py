@@ -35,6 +35,7 @@ FIXED_DAY = datetime(2024, 7, 26)
 """The day that a template gets as today: the one that Llama's own template has by default."""
 
 ASSISTANT, TOOL_ROLES = "assistant", ("tool", "ipython")
+WEIGHT = "weight"
 _OPEN, _CLOSE, _PROBE = "\ufdd0", "\ufdd1", "\ufdd2"
 """Marks around the text that a template calls generated: code points that are no characters, and are removed again."""
 
@@ -81,7 +82,7 @@ class ChatTemplate:
     ) -> Iterator[tuple[str, list[TrainedSpan]]]:  # fmt: skip
         """Yield a conversation's text, and what is trained of it: the messages of the roles `train_on`.
 
-        The first `given` messages are a prompt, of which nothing is trained.
+        The first `given` messages are a prompt, of which nothing is trained, as of a message with the weight 0.
 
         A template that marks what the model says (`{% generation %}`) decides itself, if only the assistant is
         trained. Otherwise the conversation is rendered up to each trained message, and with it; each text must be the
@@ -89,9 +90,10 @@ class ChatTemplate:
         the assistant is trained, each answer then has a text of its own, which ends with it. Raises DataInputError,
         which begins with `where`.
         """
-        answers = [i for i, m in enumerate(messages) if i >= given and m["role"] == ASSISTANT]
-        trained = [i for i, m in enumerate(messages) if i >= given and m["role"] in train_on]
-        marks = self._marks and list(train_on) == [ASSISTANT]
+        counted = [i for i, m in enumerate(messages) if i >= given and m.get(WEIGHT, 1)]
+        answers = [i for i in counted if messages[i]["role"] == ASSISTANT]
+        trained = [i for i in counted if messages[i]["role"] in train_on]
+        marks = self._marks and list(train_on) == [ASSISTANT] and all(m.get(WEIGHT, 1) for m in messages)
         try:
             whole = self._trained(messages, tools, trained, where, given, marks=marks)
         except _DiffersError:
@@ -112,6 +114,12 @@ class ChatTemplate:
         With `marks` the template decides. Answers that are not trained may be changed or left out.
         """
         text, marked = self._render(messages, tools, where)
+        for name in _names(tools):
+            if name not in text:
+                raise DataInputError(
+                    f"{where}: the chat template leaves out the tool {name!r}: name one that shows tools "
+                    f"(data.conversations.chat_template), correct {self.name}, or take the tools out"
+                )
         for i, message in enumerate(messages):
             must_stay = i in trained or message["role"] != ASSISTANT
             said = [("the text", (message.get("content") or "").strip())]
@@ -184,19 +192,23 @@ class ChatTemplate:
 
 def _called(message: Mapping[str, Any]) -> list[str]:
     """Return the names of the functions that a message calls."""
-    return [f["name"] for f in _calls(message) if isinstance(f.get("name"), str)]
+    return _names(message.get("tool_calls"))
 
 
 def _argument_texts(message: Mapping[str, Any]) -> list[str]:
     """Return the arguments of the calls of a message that are text instead of objects."""
-    return [f["arguments"] for f in _calls(message) if isinstance(f.get("arguments"), str)]
+    return [f["arguments"] for f in _functions(message.get("tool_calls")) if isinstance(f.get("arguments"), str)]
 
 
-def _calls(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the calls of functions in a message: name and arguments."""
-    calls = message.get("tool_calls")
-    calls = [c for c in calls if isinstance(c, dict)] if isinstance(calls, list) else []
-    return [c["function"] if isinstance(c.get("function"), dict) else c for c in calls]
+def _names(tools: Any) -> list[str]:
+    """Return the names of tools, or of the functions that are called."""
+    return [f["name"] for f in _functions(tools) if isinstance(f.get("name"), str)]
+
+
+def _functions(tools: Any) -> list[dict[str, Any]]:
+    """Return what tools, or calls of tools, say of their functions."""
+    tools = [t for t in tools if isinstance(t, dict)] if isinstance(tools, list | tuple) else []
+    return [t["function"] if isinstance(t.get("function"), dict) else t for t in tools]
 
 
 def _quoted(text: str) -> str:

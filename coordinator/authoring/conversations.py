@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, field_validator
 
-from coordinator.authoring.chat_template import ASSISTANT, ChatTemplate, TrainedSpan
+from coordinator.authoring.chat_template import ASSISTANT, WEIGHT, ChatTemplate, TrainedSpan
 from coordinator.authoring.documents import (
     TEXT,
     DocumentFile,
@@ -162,8 +162,7 @@ class ConversationReader:
                     f"one of {', '.join(ROLES)}"
                 )
         self.counts.rows += 1
-        said = (message.get("content") or "" for message in messages)
-        self.counts.spelled.update(set().union(*map(self.run.special_in, said)))
+        self.counts.spelled.update(set().union(*map(self.run.special_in, _texts([messages, tools]))))
         documents = template.rendered(messages, tools, self.table.train_on, where, given)
         for number, (text, spans) in enumerate(documents, 1):
             if not any(span.start < span.end for span in spans):
@@ -287,6 +286,15 @@ def messages_of(row: dict[str, Any], where: str) -> tuple[list[dict[str, Any]], 
     return [_message(message, f"{where}: message {number}") for number, message in enumerate(given, 1)], prompts
 
 
+def _texts(value: Any) -> Iterator[str]:
+    """Yield all texts in lists and objects."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _texts(inner)
+
+
 def _message(message: Any, where: str) -> dict[str, Any]:
     """Return a message without fields that are null. Raises DataInputError unless it has a role and says something.
 
@@ -299,6 +307,8 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(role, str) or not role:
         there = ", ".join(map(repr, list(message)[:10])) or "nothing"
         raise DataInputError(f"{where} has no role: there is {there}: write role and content")
+    if kept.get(WEIGHT, 1) not in (0, 1):
+        raise DataInputError(f"{where}: its weight is {kept[WEIGHT]!r}: write 0 to train nothing of it, or 1")
     if content is None and isinstance(kept.get("tool_calls"), list):
         return kept | {"content": None}
     if not isinstance(content, str):

@@ -156,7 +156,8 @@ def read(folder: Path, config: Mapping[str, Any], dtype: torch.dtype = torch.flo
         raise WeightsError(
             f"{folder}: the files hold separately what the config ties together: write tie_word_embeddings = false"
         )
-    tensors = {name: p.contiguous() for name, p in parameters_of(model).items()}
+    # Some models load single tensors in fp32 all the same.
+    tensors = {name: p.to(dtype).contiguous() for name, p in parameters_of(model).items()}
     for name, tensor in tensors.items():
         _check_values(folder, name, tensor)
     return tensors

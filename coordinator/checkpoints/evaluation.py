@@ -172,9 +172,12 @@ def continue_prompt(
 ) -> list[int]:
     """Return the prompt and `tokens` tokens that the model adds, or fewer if it adds one of `ends`.
 
-    `temperature` 0 is greedy.
+    `temperature` 0 is greedy. Settings that came with the model are not used.
     """
+    from transformers.generation.configuration_utils import GenerationConfig
+
     torch.manual_seed(seed)
+    model.generation_config = GenerationConfig()  # type: ignore[assignment]
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 50} if temperature > 0 else {"do_sample": False}
     with torch.inference_mode():
         ids = torch.tensor([list(prompt)], device=next(model.parameters()).device)

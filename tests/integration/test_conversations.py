@@ -50,7 +50,9 @@ def base_model(folder: Path) -> Path:
     (folder / "config.json").write_text(json.dumps(TINY))
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
-    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.7, "do_sample": True, "x": "y"}))
+    (folder / "generation_config.json").write_text(
+        json.dumps({"temperature": 0.7, "repetition_penalty": 2.0, "do_sample": True, "x": "y"})
+    )
     return folder
 
 
@@ -143,6 +145,7 @@ def test_a_model_answers_in_chat_what_it_was_taught(taught: Taught, tmp_path: Pa
     )  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(made.folder)
     model: Any = AutoModelForCausalLM.from_pretrained(made.folder).eval()
+    assert isinstance(model.generation_config.repetition_penalty, float), "transformers takes no whole number"
     assert model.generation_config.temperature == 0.7 and not hasattr(model.generation_config, "x")
     for question, answer in QUESTIONS.items():
         asked = tokenizer.apply_chat_template(

@@ -14,7 +14,6 @@ from cairn.listed_run import ListedRun, as_json, ask, lines, packages, page_of
 from coordinator.authoring.memory import training_memory
 from coordinator.checkpoints.settings import AboutTable
 from protocol.errors import CairnError
-from protocol.model import layers_of
 from protocol.spec import AdapterSettings
 from protocol.units import byte_size, count
 from tests.support.command_line import (
@@ -94,9 +93,8 @@ def test_a_run_that_trains_an_adapter_tells_of_its_base(tmp_path, monkeypatch):
     assert f"llama, an adapter of {count(model.layout.numel)} parameters on {base}, needs peft\n" in said
     fetched = adapter.base.size + spec.data.train[0].size
     assert f", {byte_size(fetched)} to fetch; " in said
-    # On a GPU linear layers are held as they are fetched, in bf16, and embeddings and norms in fp32.
-    in_fp32 = 64 * 32 + 3 * 32
-    frozen = 2 * (adapter.parameters - in_fp32) + 4 * in_fp32, 4 * adapter.parameters
+    # On a GPU linear layers are held as they are fetched, in bf16, and embeddings in fp32.
+    frozen = adapter.base.size + 2 * 64 * 32, 4 * adapter.parameters
     on_gpu, on_cpu = (
         training_memory(model.layout, model.config, spec.inner, spec.data.window, n, on_cpu=bool(i))
         for i, n in enumerate(frozen)
@@ -110,22 +108,10 @@ def test_a_run_that_trains_an_adapter_tells_of_its_base(tmp_path, monkeypatch):
     elsewhere = replace(run, spec=spec.model_copy(update={"data": data}))
     read = f"{byte_size(adapter.base.size)} to fetch, the rest read from an address as needed"
     assert read in "\n".join(lines(elsewhere)) and as_json(elsewhere)["fetched_bytes"] == adapter.base.size
-    newer = model.model_copy(update={"config": model.config | {"model_type": "llama9"}})
-    unknown = replace(run, spec=spec.model_copy(update={"model": newer}))
-    assert "enough    not known here: model: model_type is 'llama9'" in "\n".join(lines(unknown))
-    assert as_json(unknown)["memory_bytes"] is None
-    assert layers_of({"model_type": "gpt2", "n_layer": 9999}) == 9999
-    for fields, why in (
-        ({"num_hidden_layers": 257}, "its base has more than 256 layers"),
-        ({"model_type": "qwen3", "num_hidden_layers": 10**12}, "its base has more than 256 layers"),
-        ({"model_type": "bart", "decoder_layers": 10**12}, "its base has more than 256 layers"),
-        ({"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**12}}, "its base has more than 256 layers"),
-        ({"num_hidden_layers": "x"}, "model: "),
-        ({"num_hidden_layers": None}, "model: "),
-    ):
-        strange = model.model_copy(update={"config": {**model.config, **fields}})
-        said = lines(replace(run, spec=spec.model_copy(update={"model": strange})))
-        assert any(line.startswith(f"  enough    not known here: {why}") for line in said), said
+    # A config is any stranger's: no model is built of it.
+    fields = {"model_type": "stablelm", "qk_layernorm": True, "num_attention_heads": 10**9, "num_hidden_layers": 10**12}
+    strange = model.model_copy(update={"config": {**model.config, **fields}})
+    assert as_json(replace(run, spec=spec.model_copy(update={"model": strange})))["memory_bytes"] > 0
 
 
 def free_port() -> int:

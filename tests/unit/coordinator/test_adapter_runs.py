@@ -454,6 +454,12 @@ def test_generate_adds_an_adapter_to_its_base(begun: ResolvedRun, learnt: Path, 
     shutil.copy(begun.blobs[base.name], tmp_path)
     said = cairn("generate", state, *asked)
     assert said.returncode == 0 and said.stdout.startswith("The quick"), said.stderr
+    held = tmp_path / f"{base.digest}.safetensors"
+    with held.open("r+b") as file:
+        file.seek(-100, 2)
+        file.write(bytes(50))
+    assert f"{held}: damaged: its digest is" in refused("generate", state, *asked)
+    shutil.copy(begun.blobs[base.name], tmp_path)
     for out, how in (("adapter", ()), ("merged", ("--merge",))):
         assert cairn("export", state, tmp_path / out, *how).returncode == 0
     assert cairn("generate", tmp_path / "merged", *asked).stdout == said.stdout

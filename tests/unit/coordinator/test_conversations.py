@@ -23,6 +23,13 @@ from protocol.spec import BEGINS, NUMBER, TRAINED, windows_in
 from tests.support.chat_world import BEGIN, CHATML, END, TURN, TURN_END, base_tokenizer, chat, write_rows
 
 WINDOW = 64
+SAID = "{{ message['content'] + '<|im_end|>' }}"
+MARKED = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    f"{{% generation %}}{SAID}{{% endgeneration %}}{{% else %}}{SAID}{{% endif %}}{{% endfor %}}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 
 
 def made(folder: Path, rows: list[dict[str, Any]], out: str = "out", template: str | None = CHATML, **more) -> Prepared:
@@ -198,6 +205,10 @@ def test_a_special_token_that_a_message_spells_out_is_told(tmp_path):
     rows = [chat("q", "a"), chat(f"say {TURN_END}", f"no {TURN} and {TURN_END}"), chat(TURN_END, "b")]
     marked = made(tmp_path, rows).manifest.conversations
     assert marked is not None and "messages of 2 conversations spell out '<|im_end|>', which became" in marked.fates
+    thinking = chat("q", "a")
+    thinking["messages"][1]["thought"] = f"well {TURN_END}"  # a template may write any field
+    marked = made(tmp_path, [thinking], "thinking").manifest.conversations
+    assert marked is not None and "messages of 1 conversations spell out '<|im_end|>', which became" in marked.fates
     plain = made(tmp_path, [chat("q", "a <| b")], "plain").manifest.conversations
     assert plain is not None and "spell" not in plain.fates
 
@@ -246,6 +257,23 @@ def test_a_template_that_leaves_out_a_call_is_refused(tmp_path):
         made(tmp_path, [row], template=plain)
 
 
+def test_a_template_that_leaves_out_the_tools_is_refused(tmp_path):
+    row = GOOD | {"tools": [{"type": "function", "function": {"name": "fox", "parameters": {}}}]}
+    with pytest.raises(DataInputError, match=r"line 1: the chat template leaves out the tool 'fox': name one that"):
+        made(tmp_path, [row])
+    shown = "{% for t in tools or [] %}{{ t.function | tojson }}{% endfor %}" + CHATML
+    ((whole, learnt),) = documents_of(made(tmp_path / "shown", [row], template=shown, window=256))
+    assert whole.startswith('{"name": "fox"') and learnt == "a<|im_end|>"
+
+
+@pytest.mark.parametrize("marks", [True, False], ids=["marked", "plain"])
+def test_of_a_message_with_the_weight_0_nothing_is_trained(tmp_path, marks):
+    row = chat("q", "bad", "r", "good")
+    row["messages"][1]["weight"], row["messages"][3]["weight"] = 0, 1
+    ((whole, learnt),) = documents_of(made(tmp_path, [row], template=MARKED if marks else CHATML))
+    assert "bad" in whole and learnt == "good<|im_end|>"
+
+
 def test_what_a_tool_says_may_be_written_as_json(tmp_path):
     template = CHATML.replace(
         "message['content']", "(message['content'] | tojson if message['role'] == 'tool' else message['content'])"
@@ -271,16 +299,9 @@ def test_arguments_that_a_template_would_put_in_quotes_are_refused(tmp_path):
 
 @pytest.mark.parametrize("marks", [True, False], ids=["marked", "plain"])
 def test_of_a_prompt_nothing_is_trained(tmp_path, marks):
-    said = "{{ message['content'] + '<|im_end|>' }}"
-    template = (
-        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
-        "{% if message['role'] == 'assistant' %}"
-        f"{{% generation %}}{said}{{% endgeneration %}}{{% else %}}{said}{{% endif %}}{{% endfor %}}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    )
     prompt = chat("q", "fox")["messages"] + [{"role": "user", "content": "and"}]
     row = {"prompt": prompt, "completion": [{"role": "assistant", "content": "dog"}]}
-    ((whole, learnt),) = documents_of(made(tmp_path, [row], template=template if marks else CHATML))
+    ((whole, learnt),) = documents_of(made(tmp_path, [row], template=MARKED if marks else CHATML))
     assert "fox" in whole and learnt == "dog<|im_end|>"
 
 
@@ -451,6 +472,8 @@ GOOD = chat("q", "a")
         ({"conversations": [{"from": "human"}]}, "line 2: neither 'messages', nor .*: there is 'conversations'"),
         ({"prompt": "x", "completion": [USER]}, "line 2: 'prompt' and 'completion': write two texts, or two lists"),
         (GOOD | {"tools": "x"}, "line 2: 'tools' holds text: write a list"),
+        ({"messages": [USER, {"role": "assistant", "content": "a", "weight": 0.5}]}, "line 2: .* weight is 0.5: write"),
+        ({"messages": [USER, {"role": "assistant", "content": "a", "weight": 0}]}, "line 2: nothing to train on"),
     ],
 )  # fmt: skip
 def test_bad_conversations_are_named_with_file_line_and_remedy(tmp_path, row, says):

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from cairn.listed_run import frozen_bytes
 from coordinator.authoring.memory import eight_bit_saving, training_memory
-from protocol.adapter import add_adapter, held_bytes
+from protocol.adapter import add_adapter, base_file_layout, base_layout, build_adapted, held_bytes
 from protocol.layout import Layout
 from protocol.model import build_model, model_layout
-from protocol.spec import AdapterSettings, AuditSpec, InnerSpec
+from protocol.spec import AdapterSettings, AdapterSpec, AuditSpec, BlobRef, InnerSpec
 from protocol.training_memory import model_bytes
 from tests.support.coordinator_fakes import make_spec
 from tests.support.peak_memory import activation_bytes
@@ -62,6 +63,11 @@ def test_two_billion_parameters_train_whole_on_24_gb_with_moments_in_8_bits_and_
 @pytest.mark.parametrize("dtype", ["bfloat16", "nf4", "int8"])
 def test_an_adapter_of_seven_billion_parameters_trains_on_16_gb_in_fewer_bits(dtype: str):
     base = held_bytes(SEVEN, AdapterSettings(rank=16, alpha=32, dtype=dtype), "cuda")
+    settings = AdapterSettings(rank=16, alpha=32, dtype=dtype)
+    adapted = build_adapted(SEVEN, settings)
+    parameters, size = base_layout(adapted).numel, base_file_layout(adapted, settings).checkpoint_size
+    spec = AdapterSpec(**settings.model_dump(), base=BlobRef(digest="00" * 32, size=size), parameters=parameters)
+    assert frozen_bytes(spec, SEVEN, on_cpu=False) == pytest.approx(base, rel=0.02), "what `cairn runs` says of it"
     row = next(line for line in GUIDE.read_text().splitlines() if "a base of 7B" in line)
     (told,) = re.findall(rf"`{dtype}` ([\d.]+) GB", row)
     assert base / 1e9 == pytest.approx(float(told), abs=0.05), "the guide's table"

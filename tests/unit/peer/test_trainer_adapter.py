@@ -439,6 +439,16 @@ def test_the_base_under_an_adapter_has_the_names_and_the_counted_memory_of_the_p
     }
 
 
+def test_all_linear_leaves_no_linear_module_out_without_a_word():
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16, "num_hidden_layers": 2,
+             "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64, "num_experts": 4,
+             "num_experts_per_tok": 2, "mlp_only_layers": [0]}  # fmt: skip
+    config = plain_config({"model_type": "qwen3_moe"} | sizes)
+    with pytest.raises(SpecError, match=r'"all-linear" leaves out 3 linear modules .* model\.layers\.0\.mlp\.'):
+        build_adapted(config, AdapterSettings(rank=4, alpha=8))
+    build_adapted(config, AdapterSettings(rank=4, alpha=8, targets=["q_proj", "v_proj"]))
+
+
 def test_a_trial_needs_no_base(world):
     trainer = trial.build(world.folder / "spec.json", "cpu", ParallelDims(), 1)
     samples = list(trial.steps(trainer, ParallelDims(), 0.2))
