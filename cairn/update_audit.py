@@ -293,6 +293,8 @@ def take_held(node: Node, audited: AuditedUpdate, check: AuditCheck, store: Path
     """
     chain, certificate = node.chain, audited.certificate
     path = chain.path(chain.root, certificate.digest)
+    if not os.access(store, os.R_OK | os.X_OK):  # not there, or another user's
+        return
     held = partial(blob_file, store)
     last = len(path) - 1 - _has_rebase(audited, check)
     states = [c.record.body.base_state for c in path[: last + 1]]

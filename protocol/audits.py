@@ -80,7 +80,8 @@ class AuditRule:
     @classmethod
     def of(cls, spec: RunSpec) -> AuditRule:
         """Return the rule of a run."""
-        return cls(owner=spec.owner_key)
+        rule = cls(owner=spec.owner_key)
+        return rule if spec.audit.replayable else replace(rule, replay_rate=0)
 
     def raised(self, convicted: int, total: int) -> AuditRule:
         """Return the rule for a branch that recently convicted keys with `convicted` stake; all others have `total`.

@@ -124,6 +124,8 @@ class CarriedReports:
             return NOTHING_PENDING
         if audited.is_closed:
             return DECIDED
+        if check == "replay" and not self._rule.replay_rate:
+            return "the run has no replays"
         if author == audited.update.author:
             return "its author is the update's"
         if not audited.may_report(author) or (author not in audited.auditors and author not in audited.jury.votes):
@@ -170,6 +172,21 @@ class CarriedReports:
             return False
         audited = self._audited(report)
         return audited is not None and not audited.is_accused
+
+    def urgency(self, report: Signed[WorkReport]) -> int:
+        """Return how much a report may decide in the next record: the greater, the sooner it is carried.
+
+        3: it answers two accusations. 2: it is the second accusation. 1: the first, which costs nothing while it is
+        alone. So it comes after those that may cost their authors the stake. 0: it decides nothing.
+        """
+        audited = self._audited(report)
+        if audited is None or audited.is_decided or report.body.check != "replay":
+            return 0
+        if audited.is_accused:
+            return 3
+        if report.body.passed:
+            return 0
+        return 2 if accusers(audited.reports, audited.auditors) else 1
 
     def decisions(self, reports: Iterable[Signed[WorkReport]]) -> tuple[AuditDecision, ...]:
         """Return the decisions that follow if the next record carries these reports, in the order of a record."""

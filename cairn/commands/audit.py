@@ -77,7 +77,7 @@ def update(invite, round_, peer, check, device, threads, folder, home, via) -> N
     try:
         with sigterm_as_ctrl_c():  # else what was fetched stays in /tmp
             passed = repeat_check(RepeatOptions(invite, round_, peer, check, device, threads, folder, home, via))
-    except CairnError as e:
+    except (CairnError, OSError) as e:
         click.echo(f"error: {e}", err=True)
         sys.exit(3)
     if not passed:

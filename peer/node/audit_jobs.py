@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +80,15 @@ class AuditJobs:
                 if u.author != without and stakes.get(u.author) and self.store.has(u.body.blob)]  # fmt: skip
         return held if len(held) <= most else self._chooser.sample(held, most)
 
+    async def _blob(self, digest: Digest, holders: Sequence[PeerKey]) -> Path:
+        """Return the file of an update, read once more: one that the disk has spoilt since would fail every check.
+
+        Raises BlobCorrupt for such a file, which is removed, other CairnErrors, and TimeoutError.
+        """
+        path = await self.updates.ensure(digest, holders)
+        await asyncio.to_thread(self.store.verify, digest)
+        return path
+
     async def job(
         self,
         certificate: Certificate,
@@ -121,7 +131,7 @@ class AuditJobs:
             check=check,
             spec_path=spec_file(self.options.folder),
             audit_seed=None if seed is None else Digest(seed),
-            update=_claimed(audited, await self.updates.ensure(header.blob, [audited.author, *body.contributors])),
+            update=_claimed(audited, await self._blob(header.blob, [audited.author, *body.contributors])),
             start=StateFiles(checkpoint, start.state, rounds, before.base_state, chain.weight(before.parent)),
             rebase=rebase,
             own=None if beside is None else _claimed(beside, self.store.path(beside.body.blob)),

@@ -42,7 +42,9 @@ class Context:
         is_peer: bool,
         accepts_size: Callable[[int], bool],
         now: float,
+        reporter: PeerKey,
     ):
+        """Begin with no blob and no member. `reporter`: the key that signs this machine's work reports."""
         self.spec_policy = policy
         """The policy of the spec."""
 
@@ -69,7 +71,7 @@ class Context:
         self.members = Members(policy, self.me, self._chain_rank)
         self.blobs = BlobTracker(_blob_bound(policy), policy.heartbeat_seconds / 4)
         self.own = OwnUpdates(self.me)
-        self.reports = ReportPool(self.me, chain)
+        self.reports = ReportPool(reporter, chain)
         self.deadlines = Deadlines(now)
         self.actions: list[Action] = []
         self._neutral = Directive(run, 0)

@@ -121,7 +121,8 @@ class RoundMachine:
         """
         accepts_size = blob_size if callable(blob_size) else (lambda size: blob_size in (None, size))
         is_peer = not observer or report_signer is not None
-        self._context = Context(policy, run, signer, chain, observer, is_peer, accepts_size, now)
+        reporter = (report_signer or signer).key
+        self._context = Context(policy, run, signer, chain, observer, is_peer, accepts_size, now, reporter)
         self._status = status or LocalStatus()
         self._sync = StateSync(self._context)
         self._consensus = Consensus(self._context, self._sync, announced)

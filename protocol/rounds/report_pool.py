@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from protocol.chain import Chain
-from protocol.ids import Digest, PeerKey
+from protocol.ids import Digest, PeerKey, sha256
 from protocol.message_codec import report_place
 from protocol.messages import MAX_REPORTS, AuditDecision, Signed, WorkReport
 
@@ -17,8 +17,11 @@ class ReportPool:
     """Reports that a record after the chain's head may carry: bounded, and only by keys that were drawn for them."""
 
     def __init__(self, me: PeerKey, chain: Chain):
+        """`me`: the key that signs this peer's reports."""
         self._me = me
         self._chain = chain
+        self._pruned_at: Digest | None = None
+        """The head at which a full pool was searched last for what no record may carry any more."""
         self._reports: dict[tuple[bytes, bytes, bytes, str], Signed[WorkReport]] = {}
 
     def add(self, report: Signed[WorkReport]) -> bool:
@@ -32,7 +35,8 @@ class ReportPool:
             return False  # of its own, a newer one may be of the windows of another branch
         if not self._may_be_carried(report):
             return False
-        if len(self._reports) >= MAX_POOLED:
+        if len(self._reports) >= MAX_POOLED and self._pruned_at != self._chain.head:
+            self._pruned_at = self._chain.head
             self._keep(self._may_be_carried)
         if len(self._reports) >= MAX_POOLED:
             counts = Counter(r.author for r in self._reports.values())
@@ -70,20 +74,23 @@ class ReportPool:
     def to_include(self, parent: Digest) -> tuple[tuple[Signed[WorkReport], ...], tuple[AuditDecision, ...]]:
         """Return the reports that a record of ours after `parent` carries, and the decisions that follow.
 
-        Those that accuse, or answer accusations, go first: only they decide anything. Of each kind the first of each
-        key go before any key's second. Accusations beyond a key's limit stay for later records. Reports that convict us
-        are left to other proposers: the convicted cannot be in the record.
+        Those of the greatest `CarriedReports.urgency` go first. Of equal ones the first of each key go before any
+        key's second, and then chance decides: else keys that choose what they accuse would come first. Accusations
+        beyond a key's limit stay for later records. Reports that convict us are left to other proposers: the convicted
+        cannot be in the record.
         """
-        following = self._chain.reports_after(parent)
-        turns: Counter[tuple[bool, PeerKey]] = Counter()
+        following, seed = self._chain.reports_after(parent), self._chain.seed(parent)
+
+        def drawn(report: Signed[WorkReport]) -> tuple[int, bytes]:
+            return -following.urgency(report), sha256(seed, *map(bytes, (report.author, report.digest)))
+
+        possible = [r for r in self._reports.values() if following.report_refusal(r) is None]
+        turns: Counter[tuple[int, PeerKey]] = Counter()
         ranked = []
-        possible = [r for _, r in sorted(self._reports.items()) if following.report_refusal(r) is None]
-        for report in following.within_limit(possible):
-            is_replay, passed = report.body.check == "replay", report.body.passed
-            decided = following.is_decided(report.body.record, report.body.update)
-            decides = is_replay and not decided and (not passed or bool(following.jury_of(report)))
-            turns[decides, report.author] += 1
-            ranked.append((not decides, turns[decides, report.author], report_place(report), report))
+        for report in following.within_limit(sorted(possible, key=drawn)):
+            urgency, chance = drawn(report)
+            turns[urgency, report.author] += 1
+            ranked.append((urgency, turns[urgency, report.author], chance, report))
         reports = [r for *_, r in sorted(ranked, key=lambda item: item[:3])[:MAX_REPORTS]]
         mine = {d.record for d in following.decisions(reports) if d.convicted and d.author == self._me}
         reports = sorted((r for r in reports if r.body.record not in mine), key=report_place)

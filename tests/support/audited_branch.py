@@ -31,8 +31,9 @@ OTHERS = KEYS[1:]
 class Branch:
     """A chain on which six keys have stake, and its records."""
 
-    def __init__(self, rounds: int | None = None, hold: int = HOLD):
-        limits = ChainLimits(100, 8, stake=StakeRule(hold), audit=AuditRule(auditors=3, owner=OWNER.key))
+    def __init__(self, rounds: int | None = None, hold: int = HOLD, rule: AuditRule | None = None):
+        rule = rule or AuditRule(auditors=3, owner=OWNER.key)
+        limits = ChainLimits(100, 8, stake=StakeRule(hold), audit=rule)
         self.chain = Chain(RUN, STATE, limits)
         for _ in range(hold + 3 if rounds is None else rounds):
             self.add()

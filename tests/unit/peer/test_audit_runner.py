@@ -18,6 +18,7 @@ from peer.node.audit_jobs import AuditJobs
 from peer.node.audit_runner import SCREENS_TOGETHER, AuditRunner
 from peer.node.options import NodeOptions
 from peer.node.state_fetcher import StateFetcher
+from peer.store import BlobCorrupt
 from protocol.audits import UpdateCheck
 from protocol.carried_reports import CarriedReports
 from protocol.chain import Chain
@@ -77,6 +78,7 @@ class World:
         self.chain = Chain(self.spec.run_id, self.spec.genesis.name, RoundPolicy.of(self.spec).chain_limits)
         self.held: set[Digest] = {self.spec.genesis.name}
         self.gone: set[Digest] = set()
+        self.damaged: set[Digest] = set()
         """Updates that nobody gives."""
         self.given: set[Digest] = set()
         """Checkpoints that somebody gives."""
@@ -124,6 +126,13 @@ class World:
         if blob not in self.held:
             self._keep(blob, self.codec.size)
         return self.path(blob)
+
+    def verify(self, digest: Digest) -> bool:
+        if digest in self.damaged:
+            self.damaged.discard(digest)
+            self.held.discard(digest)
+            raise BlobCorrupt(f"blob {digest.short} is corrupt")
+        return True
 
     def _keep(self, digest: Digest, size: int) -> None:
         self.held.add(digest)
@@ -285,6 +294,21 @@ async def test_what_cannot_be_had_and_what_fails_accuses_nobody(tmp_path, caplog
         assert len(w.posted) == 1  # it goes on
     for reason in (f"nobody has {blob.short}", "no answer within 900 s", "the state here is another"):
         assert reason in caplog.text
+
+
+async def test_an_update_that_the_disk_has_spoilt_since_is_fetched_again_and_accuses_nobody(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    async with world(tmp_path) as w:
+        action = w.ask(2)
+        await w.done(1)
+        w.damaged.add(blob := blob_of(action))
+        before = w.fetched.count(blob)
+        w.ask(2)
+        await w.done(2)
+        assert len(w.posted) == len(w.process.asked) == 1 and f"blob {blob.short} is corrupt" in caplog.text
+        w.ask(2)
+        await w.done(3)
+        assert len(w.posted) == 2 and w.fetched.count(blob) == before + 1
 
 
 async def test_the_machine_is_told_of_what_another_attempt_may_find_out_and_of_nothing_else(tmp_path):

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from protocol.audits import AuditRule
 from protocol.carried_reports import MAX_ACCUSATIONS
 from protocol.errors import ChainError
 from protocol.ids import Digest, PeerKey, Round, sha256
@@ -38,6 +39,7 @@ from tests.support.audited_branch import (
     update_of,
 )
 from tests.support.empty_chain import KEYS, OWNER, RUN, STATE
+from tests.support.specs import tiny_spec
 
 
 @pytest.fixture
@@ -355,6 +357,59 @@ def test_reports_that_decide_go_before_others(branch, monkeypatch):
     for told in (*others, report(record, drawn[0], passed=True), *accusations):
         assert pool.add(told)
     assert set(pool.to_include(chain.head)[0]) == set(accusations)
+
+
+def test_answers_go_before_second_accusations_and_these_before_lone_ones(monkeypatch):
+    monkeypatch.setattr(report_pool, "MAX_REPORTS", 1)
+    branch = Branch(18, hold=12)
+    chain, record, pool = branch.chain, branch.audited, ReportPool(OTHERS[4], branch.chain)
+    first, second, _ = drawn = branch.auditors(record)
+    lone = [report(r, key, author=a) for key in OTHERS if key not in drawn
+            for r, a in audited_by(branch, key) if (r, a) != (record, LIAR)]  # fmt: skip
+    assert len(lone) > 4 and all(pool.add(told) for told in lone)
+    branch.add(report(record, first))
+    assert pool.add(report(record, second))
+    assert pool.to_include(chain.head)[0] == (report(record, second),)
+    branch.add(report(record, second))
+    juror = next(key for key in OTHERS if key not in drawn)
+    assert pool.add(answer := report(record, juror, passed=True))
+    assert pool.to_include(chain.head)[0] == (answer,)
+
+
+def test_chance_decides_which_of_many_lone_accusations_a_record_carries(monkeypatch):
+    monkeypatch.setattr(report_pool, "MAX_REPORTS", 1)
+    branch = Branch(18, hold=12)
+    pool = ReportPool(OTHERS[4], branch.chain)
+    for key in OTHERS:
+        for r, a in audited_by(branch, key):
+            pool.add(report(r, key, author=a))
+    first = []
+    for _ in range(4):
+        first += pool.to_include(branch.chain.head)[0]
+        branch.add()
+    assert len({told.digest for told in first}) > 1
+
+
+def test_a_run_without_replays_checks_newcomers_by_their_loss_and_carries_no_replay():
+    rule = AuditRule.of(tiny_spec())
+    assert not rule.replay_rate and rule.rate("loss", 1)
+    chain = Branch(40, rule=replace(rule, owner=OWNER.key))
+    told = report(chain.audited, OWNER.key)
+    assert "has no replays" in str(chain.chain.reports_after(chain.chain.head).report_refusal(told))
+
+
+def test_a_full_pool_is_searched_once_at_each_head(branch, monkeypatch):
+    monkeypatch.setattr(report_pool, "MAX_POOLED", 4)
+    chain, pool = branch.chain, ReportPool(OTHERS[4], branch.chain)
+    newest = chain.height(branch.audited.digest)
+    records = [chain.certificate(chain.main_chain_at(newest - n)) for n in range(HOLD - 1)]
+    for record in records:
+        for check in ("loss", "replay"):
+            pool.add(report(record, OWNER.key, check=check))
+    asked, rules = [], chain.reports_after
+    monkeypatch.setattr(chain, "reports_after", lambda head: asked.append(head) or rules(head))
+    last = [report(r, OWNER.key, author=a, check="loss") for r in records for a in OTHERS]
+    assert not any(pool.add(told) for told in last) and len(asked) <= len(last) + 4
 
 
 def audited_by(branch: Branch, key: PeerKey) -> list[tuple[Certificate, PeerKey]]:

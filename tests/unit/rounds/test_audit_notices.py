@@ -21,7 +21,7 @@ ONE, TWO = (PeerKey(sha256(name)) for name in (b"one", b"two"))
 
 def notices(branch: Branch, me: PeerKey) -> list[Notice]:
     policy = RoundPolicy(100, 100, stake=StakeRule(HOLD))
-    context = Context(policy, RUN, FakeSigner(me), branch.chain, False, True, lambda size: True, 0.0)
+    context = Context(policy, RUN, FakeSigner(me), branch.chain, False, True, lambda size: True, 0.0, me)
     notify_audits(context, branch.chain.certificate(branch.chain.head))
     return [a for a in context.actions if isinstance(a, Notice)]
 
