@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,10 @@ from peer.store import Store
 from peer.store.disk import disk
 from protocol.codec import make_codec
 from protocol.coordinator_address import CoordinatorAddress
-from protocol.errors import CairnError
-from protocol.ids import Digest, PeerKey
-from protocol.message_codec import encode_certificate
-from protocol.messages import Certificate, Directive, Finalization, Signed
+from protocol.errors import CairnError, MalformedError
+from protocol.ids import Digest, PeerKey, Round
+from protocol.message_codec import MessageDecoder, encode_certificate
+from protocol.messages import Certificate, Directive, Finalization, Rollback, Signed
 from protocol.rounds import events
 from protocol.rounds.policy import RoundPolicy
 from protocol.spec import RunSpec
@@ -86,7 +87,43 @@ class ObserverView:
 
     def certificate(self, record: Digest) -> Certificate | None:
         chain = self._node.chain
-        return chain.certificate(record) if record in chain and record != chain.root else None
+        if record in chain and record != chain.root:
+            return chain.certificate(record)
+        try:
+            kept = self._node.store.read_value(record.hex())
+            found = None if kept is None else self._node.membership.decoder.decode_certificate(kept)
+            if found is not None and found.digest != record:
+                raise MalformedError(f"it is the one of record {found.digest.short}")
+        except CairnError as e:
+            log.warning("the kept certificate of record %s is left out: %s", record.short, e)
+            return None
+        return found
+
+    async def keep_abandoned(self, number: Round, tip: Digest, rollback: Rollback) -> None:
+        await asyncio.to_thread(self._keep_abandoned, number, tip, rollback)
+
+    def _keep_abandoned(self, number: Round, tip: Digest, rollback: Rollback) -> None:
+        """Copy certificates from the chain's folder, which is swept, to values, which are not."""
+        store, at = self._node.store, tip
+        decoder = MessageDecoder(self._spec.run_id, self._spec.owner_key, remember=1024, verifies=False)
+        for round_ in range(number, rollback.round - 1, -1):
+            try:
+                kept = store.read_value(at.hex())
+                data = store.certificate(Round(round_), at) or kept
+                if data is None:
+                    raise CairnError("it is not in the store any more")
+                found = decoder.decode_certificate(data)
+                if found.digest != at:
+                    raise MalformedError(f"it is the one of record {found.digest.short}")
+            except CairnError as e:  # also of a damaged disk, which must not prevent the rollback
+                log.error(
+                    "rollback %d leaves rounds %d to %d, of which no certificates are kept: receipts of them cannot be "
+                    "audited here. The certificate of round %d: %s", rollback.epoch, rollback.round, round_, round_, e,
+                )  # fmt: skip
+                return
+            if data != kept:
+                store.write_value(at.hex(), data)
+            at = found.record.body.parent
 
     def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
         self._callbacks.append(callback)
@@ -98,7 +135,12 @@ class ObserverView:
     def heartbeats(self) -> Mapping[PeerKey, ReceivedHeartbeat]:
         now = time.monotonic()
         entries = self._node.network.peers.entries()
-        return {k: ReceivedHeartbeat(e.heartbeat.body, max(0.0, now - e.last_news)) for k, e in entries.items()}
+        return {
+            # Nobody here reads the known headers, which are most of a heartbeat's bytes.
+            key: ReceivedHeartbeat(replace(e.heartbeat.body, known_headers=()), max(0.0, now - e.last_news))
+            for key, e in entries.items()
+            if e.is_admitted  # anybody can make keys
+        }
 
     def announced(self, parent: Digest) -> Sequence[AnnouncedUpdate]:
         return self._announcements.announced(parent)

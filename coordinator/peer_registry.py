@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from coordinator.swarm import ReceivedHeartbeat
 from protocol.ids import PeerKey
@@ -54,6 +54,9 @@ class PeerRegistry:
         away = self._member_seconds()
         for peer, h in heartbeats.items():
             self._known[peer] = _next(self._known.get(peer), h.heartbeat, now - h.seconds_since, away)
+        for peer in self._known.keys() - heartbeats.keys():
+            if (known := self._known[peer]).heartbeat.unreachable:  # kilobytes, and no news of a peer that is away
+                self._known[peer] = replace(known, heartbeat=replace(known.heartbeat, unreachable=()))
         if (many := len(self._known) - MAX_PEERS) > 0:
             for peer in heapq.nsmallest(many, self._known, key=lambda p: self._known[p].heard_at):
                 del self._known[peer]

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from protocol.coordinator_address import CoordinatorAddress
-from protocol.ids import Digest, PeerKey
-from protocol.messages import Certificate, Directive, Finalization, Heartbeat, Signed, UpdateHeader
+from protocol.ids import Digest, PeerKey, Round
+from protocol.messages import Certificate, Directive, Finalization, Heartbeat, Rollback, Signed, UpdateHeader
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,14 @@ class SwarmView(Protocol):
         """Return the certificate of a record that this observer holds, also of a left branch; None for others."""
         ...
 
+    async def keep_abandoned(self, number: Round, tip: Digest, rollback: Rollback) -> None:
+        """Keep the certificates that a rollback leaves, from its first round up to `tip`, of round `number`.
+
+        `certificate` returns them from then on, also after a restart. It may be repeated. Raises CairnError if they
+        cannot be written; those that are not here any more are logged.
+        """
+        ...
+
     def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Call back, on the event loop, when the head, the finalization or the directive has changed.
 
@@ -94,7 +102,10 @@ class SwarmView(Protocol):
         ...
 
     def heartbeats(self) -> Mapping[PeerKey, ReceivedHeartbeat]:
-        """Return the members with a recent heartbeat, including observers."""
+        """Return the admitted peers with a recent heartbeat, whatever their phase; its `known_headers` are left out.
+
+        Peers without an admission are not among them: anybody can make keys.
+        """
         ...
 
     def announced(self, parent: Digest) -> Sequence[AnnouncedUpdate]:

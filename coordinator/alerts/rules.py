@@ -125,8 +125,10 @@ def stalled(memory: Memory, s: AlertInput) -> str | None:
 def digests(memory: Memory, s: AlertInput) -> str | None:
     """Judge whether members hold another state than the chain names for the same record."""
     del memory
+    if s.up < STARTUP_SECONDS:
+        return None
     if not s.diverged:
-        return None if s.up < STARTUP_SECONDS else ""
+        return ""
     names = ", ".join(s.diverged[:5]) + (" and others" if len(s.diverged) > 5 else "")
     return f"{len(s.diverged)} peers hold another state than the chain names: {names}"
 
@@ -175,9 +177,9 @@ def chain(memory: Memory, s: AlertInput) -> str | None:
     del memory
     if s.problem:
         return s.problem
-    if s.health == "split":
-        return s.message
-    return None if s.up < STARTUP_SECONDS else ""
+    if s.up < STARTUP_SECONDS:
+        return None
+    return s.message if s.health == "split" else ""
 
 
 def validation(memory: Memory, s: AlertInput) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
@@ -32,13 +32,20 @@ FORGET = 10 * HALF_LIFE
 
 PAGE = 500
 MAX_PEERS_OF_ACCOUNT = 1000
+
 MAX_BINDINGS_OF_PEER = 50
+"""Consents of a peer that are stored. An account's newer statement around one of them replaces its older one."""
+
+HOUR = 3600.0
+"""Seconds to which the ledger's times of credits are rounded."""
 
 FORGOTTEN_AT_ONCE = 1000
 """Peers whose bindings are deleted in one transaction."""
 
 
 Grouping = Literal["peer", "account", "team"]
+Earned = list[tuple[PeerKey, float, int]]
+"""Peers, times (unix seconds) and micro-credits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +85,12 @@ class RecentAverageCredit:
 
     def __init__(self):
         self._means: dict[PeerKey, tuple[float, float]] = {}  # key -> micro-credits a day, at a time (unix seconds)
+        self.newest = 0.0
+        """The latest time at which an amount was added."""
 
     def add(self, key: PeerKey, micro_credits: int, at: float) -> None:
         """Add an amount (negative: taken back) at a time in unix seconds, which may be in the past."""
+        self.newest = max(self.newest, at)
         mean, then = self._means.get(key, (0.0, at))
         gain = micro_credits * math.log(2) / (HALF_LIFE / 86_400)
         if at >= then:
@@ -130,10 +140,12 @@ class Leaderboard:
         self._unread = 0
         """Rounds before this one are not in the recent averages yet."""
         self._recent = RecentAverageCredit()
+        self._reading_recent = asyncio.Lock()
         self._bound: dict[PeerKey, AccountBinding] = {}
         self._accounts: dict[PeerKey, _Account] = {}
         self._names = ChosenNames()
-        self._binding_counts: dict[PeerKey, int] = {}
+        self._consents: dict[PeerKey, set[tuple[PeerKey, int]]] = {}
+        """The accounts to which each peer has consented, and its times."""
         self._teams: dict[str, list[PeerKey]] | None = None
         self._ranked: dict[Grouping, tuple[list[tuple[str, str]], dict[str, int]]] = {}
         """The keys of each grouping with their teams, those with most credits first; and the place of each key."""
@@ -154,27 +166,54 @@ class Leaderboard:
 
         It reads in pieces, newest first, so that a long run delays nobody.
         """
+        async with self._reading_recent:
+            async for start, earned in self._recently_earned(self._unread):
+                self._add(self._recent, earned)
+                self._unread = start
+
+    async def _recently_earned(self, end: int) -> AsyncIterator[tuple[int, Earned]]:
+        """Yield what was earned in recent weeks before round number `end`, and where each piece begins."""
         since = int((self._now() - FORGET) * 1000)
         first = await self._ledger.read(lambda ledger: ledger.first_since(since))
-        while self._unread > first:
-            start, end = max(first, self._unread - PAGE), self._unread
-            earned = await self._ledger.read(lambda ledger, a=start, b=end: ledger.earned(a, b))
-            for peer, at, micro_credits in earned:
-                self._recent.add(peer, micro_credits, at)
-            self._unread = start
+        while end > first:
+            start = max(first, end - PAGE)
+            yield start, await self._ledger.read(lambda ledger, a=start, b=end: ledger.earned(a, b))
+            end = start
+
+    async def _read_again(self) -> None:
+        """Read the recent credits once more, after the clock was set back: what was added meanwhile has decayed them.
+
+        Raises LedgerError; then nothing is changed.
+        """
+        async with self._reading_recent:
+            recent = RecentAverageCredit()
+            async for _, earned in self._recently_earned(self.rounds):
+                self._add(recent, earned)
+            self._recent, self._unread = recent, 0
+
+    def _add(self, recent: RecentAverageCredit, earned: Earned) -> None:
+        """Add amounts at their times, the latest of which is now: a clock that was ahead wrote times to come."""
+        latest = self._latest()
+        for peer, at, micro_credits in earned:
+            recent.add(peer, micro_credits, min(at, latest))
+
+    def _latest(self) -> float:
+        """Return the present as the ledger rounds it: the middle of the hour."""
+        return (self._now() // HOUR + 0.5) * HOUR
 
     async def refresh(self) -> None:
         """Read the new rounds, and what they void of earlier ones. Raises LedgerError."""
+        if self._recent.newest > self._latest() + HOUR:
+            await self._read_again()
         while True:
             first = self.rounds
 
-            def read(ledger: Ledger, first: int = first) -> tuple[int, list[tuple[PeerKey, float, int]]]:
+            def read(ledger: Ledger, first: int = first) -> tuple[int, Earned]:
                 end = max(first, min(ledger.size(), first + PAGE))  # fewer if the database has lost commits
                 return end, ledger.earned(first, end)
 
             self.rounds, earned = await self._ledger.read(read)
-            for peer, at, micro_credits in earned:
-                self._recent.add(peer, micro_credits, at)
+            self._add(self._recent, earned)
             if self.rounds < first + PAGE:
                 return
 
@@ -208,7 +247,7 @@ class Leaderboard:
                 gone = [p for p in absent[i : i + FORGOTTEN_AT_ONCE] if not self._is_kept(p)]
                 await self._ledger.run(lambda ledger, gone=gone: ledger.forget_bindings(gone))
                 for peer in gone:
-                    del self._binding_counts[peer]
+                    del self._consents[peer]
                     self._leave(self._bound.pop(peer))
                 self._ranked, self._teams = {}, None
 
@@ -231,11 +270,12 @@ class Leaderboard:
         account = self._accounts.get(b.account)
         if account is not None and b.peer not in account.peers and len(account.peers) >= MAX_PEERS_OF_ACCOUNT:
             raise TooManyError(f"an account has at most {MAX_PEERS_OF_ACCOUNT} peers: make another")
-        if self._binding_counts.get(b.peer, 0) >= MAX_BINDINGS_OF_PEER:
+        consents = self._consents.get(b.peer, set())
+        if (b.account, b.peer_time) not in consents and len(consents) >= MAX_BINDINGS_OF_PEER:
             raise TooManyError(f"peer {b.peer.short} was bound {MAX_BINDINGS_OF_PEER} times: that is all it can be")
 
     def _accept(self, b: AccountBinding) -> None:
-        self._binding_counts[b.peer] = self._binding_counts.get(b.peer, 0) + 1
+        self._consents.setdefault(b.peer, set()).add((b.account, b.peer_time))
         old = self._bound.get(b.peer)
         if old is not None and b.precedence <= old.precedence:
             return

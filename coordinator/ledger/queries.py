@@ -31,6 +31,9 @@ MAX_OPEN = 1000
 
 _END = 2**62
 
+_EARNED_HOUR = "CASE WHEN r.seen_at * 1000 < r.time THEN CAST(r.seen_at * 1000 AS BIGINT) ELSE r.time END / 3600000"
+"""The hour when a round's credits count. Its `time` repeats the one before if the clock was ahead once."""
+
 
 class LedgerQueries:
     """A ledger in a database, read only. Every method raises LedgerError."""
@@ -243,9 +246,9 @@ class LedgerQueries:
         """
         rows = self._db.query(
             "SELECT p.peer, m.hour, sum(m.amount) FROM ("
-            "SELECT l.peer AS peer, r.time / 3600000 AS hour, l.micro_credits AS amount FROM lines l "
+            f"SELECT l.peer AS peer, {_EARNED_HOUR} AS hour, l.micro_credits AS amount FROM lines l "
             "JOIN rounds r ON r.number = l.number WHERE l.number >= ? AND l.number < ? "
-            "UNION ALL SELECT l.peer, r.time / 3600000, -l.micro_credits FROM lines l "
+            f"UNION ALL SELECT l.peer, {_EARNED_HOUR}, -l.micro_credits FROM lines l "
             "JOIN rounds r ON r.number = l.number WHERE l.voided_by >= ? AND l.voided_by < ?"
             ") m JOIN peers p ON p.id = m.peer GROUP BY p.peer, m.hour",
             (first, end, first, end),

@@ -237,7 +237,10 @@ class Ledger(LedgerQueries):
         )
 
     def _time(self) -> int:
-        """Return the time of the next round: a clock that was set back repeats the time of the round before."""
+        """Return the time of the next round: a clock that was set back repeats the time of the round before.
+
+        So rounds can be searched by time. Only `earned` says when a round's credits count.
+        """
         rows = self._db.query("SELECT time FROM rounds ORDER BY number DESC LIMIT 1")
         return max(int(self._now() * 1000), rows[0][0] if rows else 0)
 
@@ -361,7 +364,12 @@ class Ledger(LedgerQueries):
         return True
 
     def add_binding(self, b: BindingRow) -> None:
+        """Store a binding, in place of earlier ones by which the account took the same consent of the peer."""
         with self._writing():
+            self._db.query(
+                "DELETE FROM bindings WHERE peer = ? AND account = ? AND time = ?",
+                (bytes(b.peer), bytes(b.account), b.time),
+            )
             self._db.query(
                 "INSERT INTO bindings (id, peer, account, time, encoded) VALUES (?, ?, ?, ?, ?)",
                 (_next(self._db, "bindings"), bytes(b.peer), bytes(b.account), b.time, b.encoded),

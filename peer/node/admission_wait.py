@@ -56,6 +56,7 @@ async def wait_until_admitted(membership: Enrollment, options: NodeOptions, pace
 
 async def _request_again(membership: Enrollment, node: Node, running: asyncio.Future[None]) -> None:
     reported, pause = -math.inf, min(REQUEST_SECONDS, FIRST_REQUEST_SECONDS)
+    reason = "it has not admitted this peer yet"
     while True:
         moved = asyncio.ensure_future(membership.locator.newer_than(membership.locator.newest))
         try:
@@ -68,17 +69,18 @@ async def _request_again(membership: Enrollment, node: Node, running: asyncio.Fu
         if time.monotonic() >= reported + REPORT_SECONDS:
             reported, status = time.monotonic(), node.snapshot()
             log.info(
-                "waiting for the coordinator: it is away, and nobody else can admit a peer. This one follows the chain "
-                "meanwhile (round %d, %d members), and begins when the coordinator is back; Ctrl-C stops",
+                "waiting for the coordinator: %s. Nobody else can admit a peer. This one follows the chain meanwhile "
+                "(round %d, %d members), and asks again; Ctrl-C stops",
+                reason,
                 status.round,
                 status.members,
             )
         try:
             await membership.renew_anywhere(node.ask_for_coordinator)
-            log.info("admitted: the coordinator is back")
+            log.info("admitted by the coordinator")
             return
         except COORDINATOR_ABSENT as e:
-            log.debug("not admitted yet: %s", e)
+            reason = str(e)  # it may be there, and say what to do instead
         pause = REQUEST_SECONDS * random.uniform(0.75, 1.25)  # spreads the requests of all peers that wait
 
 

@@ -438,6 +438,14 @@ async def test_rubbish_is_refused_with_a_reason_and_hurts_nobody(tmp_path):
         assert (await stub.Admit(wire.AdmitRequest(request=good.encoded), timeout=LIMIT)).admission
 
 
+async def test_a_compressed_call_is_refused(tmp_path):
+    async with running(tmp_path) as (c, _), raw_stub(c) as stub:
+        request = wire.GetRunRequest(run=bytes(SPEC.run_id))
+        compressed = stub.GetRun(request, timeout=LIMIT, compression=grpc.Compression.Gzip)
+        assert (await refusal(compressed))[0] is grpc.StatusCode.UNIMPLEMENTED
+        assert (await stub.GetRun(request, timeout=LIMIT)).spec
+
+
 async def test_one_who_asks_too_much_is_told_to_wait_and_the_table_of_callers_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(rpc, "ADMISSIONS_OF_ONE", Rate(0.1, 3))
     async with running(tmp_path) as (c, _), client(c) as ask:

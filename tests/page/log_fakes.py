@@ -20,6 +20,9 @@ ROUNDS, PEERS = 21, 5
 REFUSED = 4
 """The round that leaves out an update of each peer."""
 
+WEIGHED, CLAIM, WEIGHT = (20, 1), 300, 4
+"""The round and the peer of an update that weighs less than it claims, in windows."""
+
 
 class FakeLog:
     """The certificates of a number of rounds, all with the same peers, and the receipts that follow from them.
@@ -29,20 +32,24 @@ class FakeLog:
 
     def __init__(self) -> None:
         maker = ChainMaker(make_spec())
-        self.certificates: list[Certificate] = [maker.add({n: 3 for n in range(PEERS)}) for _ in range(ROUNDS)]
+        maker.weighs = True
+        self.certificates: list[Certificate] = [
+            maker.add({n: CLAIM if (r, n) == WEIGHED else 3 for n in range(PEERS)}) for r in range(ROUNDS)
+        ]
         self.records = [c.record.encoded for c in self.certificates]
         self.liar: int | None = None
 
     def receipt(self, round_: int, number: int) -> dict[str, Any]:
         certificate = self.certificates[round_]
-        update = next(u for u in certificate.record.body.updates if u.author == peer(number).key)
+        place = certificate.record.body.contributors.index(peer(number).key)
+        update, windows = certificate.record.body.updates[place], certificate.record.body.weighed[place]
         refused = round_ == REFUSED
         if refused:  # another header of the same peer
             update = KeySigner(peer(number)).sign(self.certificates[0].record.body.updates[0].body)
         return {
             "round": round_, "record": str(certificate.digest), "update": str(update.digest), "accepted": not refused,
             "reason": "announced after the record was proposed" if refused else "",
-            "windows": 0 if refused else 4 if self.liar == round_ else 3, "tokens": 0 if refused else 48,
+            "windows": 0 if refused else windows + (self.liar == round_), "tokens": 0 if refused else 48,
             "micro_credits": 0 if refused else 1000 + number, "number": round_,
             "pending_until": 0 if refused else round_ + 12,
             "status": "not accepted" if refused else "pending" if round_ > 8 else "settled",

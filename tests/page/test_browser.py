@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import pytest
 
-from tests.page.log_fakes import FakeLog
+from tests.page.log_fakes import WEIGHT, FakeLog
 from tests.page.world import EVIL, FRAMED, LIAR, STRANGER, World, audited_world, crowd, peer
 from tests.support.credit_texts import CREDIT_TEXTS
 from tests.support.long_cases import long_cases
@@ -499,11 +499,14 @@ def test_a_peers_own_page_shows_its_rounds_and_receipts_that_can_be_checked(worl
     assert rows.count() == 20
     rows.first.locator("button").click()
     page.wait_for_selector(".holds")
-    assert "of 5 updates, with 3 windows" in text(page, ".holds")
+    assert f"of 5 updates, with {WEIGHT} windows" in text(page, ".holds"), "as weighed"
+    rows.nth(1).locator("button").click()
+    until(page, "document.querySelectorAll('.holds').length === 2")
+    assert "of 5 updates, with 3 windows" in rows.nth(1).inner_text()
     refused = page.locator("section tr", has_text="not accepted")
     assert "announced after the record was proposed" in refused.inner_text()
     refused.locator("button").click()
-    until(page, "document.querySelectorAll('.holds').length === 2")
+    until(page, "document.querySelectorAll('.holds').length === 3")
     page.locator("button", has_text="Older").click()
     until(page, "document.querySelectorAll('section tbody tr').length === 21")
     assert "cairn audit ledger" in text(page, "section")

@@ -180,6 +180,8 @@ class FakeSwarm:
         self.blobs: set[Digest] = set()
         self.left: list[Certificate] = []
         """Of branches that the chain has left."""
+        self.on_disk: list[Certificate] = []
+        """Of branches that the chain has left, which nobody gets before `keep_abandoned`."""
         self.headers: list[AnnouncedUpdate] = []
         self.directives: list[Signed[Directive]] = []
         self.offered: list[Digest] = []
@@ -224,6 +226,9 @@ class FakeSwarm:
 
     def certificate(self, record: Digest) -> Certificate | None:
         return next((c for c in [*self.chain.certificates, *self.left] if c.digest == record), None)
+
+    async def keep_abandoned(self, number: Round, tip: Digest, rollback: Rollback) -> None:
+        self.left += [c for c in self.on_disk if rollback.round <= c.record.body.round <= number]
 
     def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
         self._callbacks.append(callback)

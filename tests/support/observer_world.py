@@ -8,8 +8,10 @@ from typing import Any, cast
 
 from cairn.swarm_view import ObserverView
 from coordinator.checkpoints.archive import Archive
+from peer.node.peer_table import PeerEntry
 from protocol.chain import Chain, ChainLimits, genesis_digest
-from protocol.ids import Digest
+from protocol.ids import Digest, PeerKey
+from protocol.message_codec import MessageDecoder
 from tests.support.coordinator_fakes import ChainMaker, make_spec, state
 
 SPEC = make_spec(genesis={"digest": state(0).hex(), "size": 524_288})  # a checkpoint every 5 rounds
@@ -23,16 +25,18 @@ class FakeNode:
 
     def __init__(self, folder: Path, chain: Chain):
         self.chain = chain
+        self.membership = SimpleNamespace(decoder=MessageDecoder(SPEC.run_id, SPEC.owner_key))
         self.bus = SimpleNamespace(subscribe=lambda *_: None)
         self.held: list[Digest] = []
         self.folder = folder
         self.network = SimpleNamespace(fetch_blob=self._fetch, providers=lambda state: [], peers=self)
-        self.store = SimpleNamespace(path=lambda d: folder / "blob", has=lambda d: True)
+        self.store = SimpleNamespace(path=lambda d: folder / "blob", has=lambda d: True, read_value=lambda name: None)
         (folder / "blob").write_bytes(b"blob")
         self.fetched: list[Digest] = []
+        self.present: dict[PeerKey, PeerEntry] = {}
 
-    def entries(self) -> dict:
-        return {}
+    def entries(self) -> dict[PeerKey, PeerEntry]:
+        return self.present
 
     async def _fetch(self, digest: Digest, size, holders, *, deadline_seconds) -> None:
         self.fetched.append(digest)

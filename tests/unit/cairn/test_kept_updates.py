@@ -16,17 +16,20 @@ import pytest
 from cairn.kept_updates import KeptUpdates
 from coordinator.checkpoints.settings import ArchiveTable
 from peer.errors import PeerError
+from peer.node.peer_table import PeerEntry
 from peer.store import StoreFull
 from protocol.ids import Digest, PeerKey, Round
 from protocol.message_codec import KeySigner
 from protocol.messages import Certificate, Directive, Rollback
 from tests.support.coordinator_fakes import peer, state
 from tests.support.observer_world import SPEC, Observed
+from tests.support.signed import PEERS, heartbeat
 from tests.support.specs import OWNER
 from tests.support.waiting import until
 
 SIZE = 1000
 NAMES = {peer(1).key: "ada", peer(2).key: "bob"}
+HEARTBEAT = heartbeat(PEERS[1])
 
 
 class Kept(Observed):
@@ -70,10 +73,10 @@ class Kept(Observed):
     def path(self, digest: Digest) -> Path:
         return self.node.folder / "blob"
 
-    def _entries(self) -> dict[PeerKey, SimpleNamespace]:
+    def _entries(self) -> dict[PeerKey, PeerEntry]:
         """Return those of `here`, of whom a heartbeat has just come."""
-        heartbeat = SimpleNamespace(body=SimpleNamespace(admission=b"admitted"))
-        return {peer(n).key: SimpleNamespace(heartbeat=heartbeat, last_news=time.monotonic()) for n in self.here}
+        now = time.monotonic()
+        return {peer(n).key: PeerEntry(HEARTBEAT, now, now) for n in self.here}
 
     def _protect(self, blobs: frozenset[Digest]) -> None:
         self.looks += 1

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.alerts.rules import RULES, AlertInput
+from coordinator.alerts.rules import RULES, STARTUP_SECONDS, AlertInput
 from coordinator.alerts.tracker import KEEP_SECONDS, MAX_WAITING, REPEAT_SECONDS, AlertTracker, back_off
 
 LOSSES = tuple(3.0 + 0.01 * i for i in range(20))  # newest first: it falls
@@ -183,6 +183,19 @@ def test_a_restart_neither_repeats_nor_loses_nor_ends_an_alert(name):
     assert (world.journal.active[0].name, world.journal.active[0].since) == (name, since)
     assert world.look(5, seconds=7, **bad) == []
     assert (name, "resolved") in world.good_rounds(5)
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"), [("digests", BAD["digests"]), ("chain", {"health": "split", "message": "there are two chains"})]
+)
+def test_what_peers_say_just_after_a_start_is_no_alert(name, bad):
+    world, bad = World(), bad | {"round_limit": 1e4}
+    assert world.look(30, up=STARTUP_SECONDS - 1, **bad) == []
+    assert world.look(30, up=STARTUP_SECONDS, **bad) == [(name, "fired")]
+
+
+def test_a_chain_that_is_not_followed_is_told_just_after_a_start_too():
+    assert World().look(10, up=1.0, **BAD["chain"]) == [("chain", "fired")]
 
 
 def test_what_was_not_told_before_a_restart_is_told_after_it():

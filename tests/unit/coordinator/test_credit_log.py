@@ -24,7 +24,7 @@ from protocol.audits import AuditRule
 from protocol.errors import AdmissionError, MalformedError
 from protocol.ids import Digest, PeerKey
 from protocol.ledger.credits import CreditRule, credits_of
-from protocol.ledger.statements import MAX_REASON, open_binding, open_receipt, sign
+from protocol.ledger.statements import MAX_REASON, BindAccount, BindPeer, open_binding, open_receipt, sign
 from protocol.message_codec import KeySigner
 from protocol.messages import AuditDecision, Directive, UpdateHeader, Verdict
 from tests.support.bindings import bind
@@ -402,6 +402,31 @@ def test_the_recent_average_is_what_one_earns_a_day_and_halves_in_a_week():
     assert recent.of(peer(2).key, now) == 0
 
 
+@pytest.mark.parametrize("seen", [True, False])
+async def test_a_clock_that_was_a_year_ahead_for_one_round_changes_no_average_for_long(ledger_place, seen):
+    async def post(w: World) -> None:
+        credits = credits_of(w.swarm.chain.add({1: 40_000}), RULE)
+        if seen:
+            await w.ledger.run(lambda ledger: ledger.note_first_seen(credits.record, credits.round, w.clock[0] - 60))
+        await w.ledger.run(lambda ledger: ledger.post(credits))
+        await w.refresh()
+
+    async with made(ledger_place) as w:
+        for ahead in [0, 365, *[0] * 20]:
+            w.clock[0] += DAY * (1 + ahead)
+            await post(w)
+            w.clock[0] -= DAY * ahead
+        # A sum over days, not an integral: it is above the constant.
+        due = sum(math.log(2) / 7 * 0.5 ** (day / 7) for day in range(22)) * RULE.micro_credits(40_000)
+        assert w.board.of(peer(1).key).recent == pytest.approx(due, rel=0.15)
+        if seen:
+            await w.restart()
+            assert w.board.of(peer(1).key).recent == pytest.approx(due, rel=0.15)
+        before = w.board.of(peer(1).key).recent
+        w.clock[0] += 7 * DAY
+        assert w.board.of(peer(1).key).recent == pytest.approx(before / 2, rel=0.01)
+
+
 def test_the_order_of_earning_does_not_matter_and_what_is_taken_back_is_gone():
     a, b, key = RecentAverageCredit(), RecentAverageCredit(), peer(1).key
     for at in (1.0, 3 * DAY, 5 * DAY):
@@ -444,6 +469,27 @@ async def test_several_peers_are_one_account_and_accounts_are_a_team(ledger_plac
         # Two accounts may have one name: then both are shown with their keys.
         await w.board.bind(bind(peer(2), bob, SPEC.run_id, now + 2, "Ada", "").encoded)
         assert w.board.of(bob.key).name == f"Ada {bob.key.short}" and w.board.of(ada.key).name == f"ada {ada.key.short}"
+
+
+async def test_an_account_cannot_use_up_the_bindings_of_a_peer_that_consented_once(ledger_place, monkeypatch):
+    monkeypatch.setattr("coordinator.credits.leaderboard.MAX_BINDINGS_OF_PEER", 3)
+    ada, eve = identity("ada"), identity("eve")
+    async with made(ledger_place) as w:
+        now = int(w.clock[0])
+        consent = sign(peer(1), BindPeer(SPEC.run_id, eve.key, now)).encoded
+        for later in range(10):
+            word = sign(eve, BindAccount(SPEC.run_id, consent, now + later, f"eve {later}", ""))
+            assert await w.board.bind(word.encoded) == 1
+        for _ in range(2):
+            assert w.board.of(eve.key).name == "eve 9"
+            assert len(await w.ledger.run(lambda ledger: ledger.bindings())) == 1
+            await w.restart()
+        for later in (1, 2):
+            assert await w.board.bind(bind(peer(1), ada, SPEC.run_id, now + later, "ada").encoded) == 1
+        await w.restart()
+        assert w.board.of(peer(1).key).account == ada.key
+        with pytest.raises(TooManyError, match="was bound 3 times"):
+            await w.board.bind(bind(peer(1), eve, SPEC.run_id, now + 3, "eve").encoded)
 
 
 async def test_the_bindings_of_a_forgotten_peer_without_credits_are_forgotten_and_its_empty_account(ledger_place):

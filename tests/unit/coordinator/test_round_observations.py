@@ -4,6 +4,7 @@ disk."""
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import pytest
 
@@ -282,3 +283,14 @@ def test_a_peers_state_has_a_beginning_and_its_counters_a_speed():
     book.update(swarm.heartbeats(), 1036.0 + MEMBER + 1)
     known = book.get(peer(0).key)
     assert known is not None and known.since == known.heard_at, "it was away: all begins anew"
+
+
+def test_of_a_peer_that_the_observer_has_forgotten_little_is_kept():
+    swarm, book = FakeSwarm(SPEC), PeerRegistry(lambda: MEMBER)
+    swarm.beat(0, unreachable=(1, 2), bytes_up=5)
+    book.update(swarm.heartbeats(), 1000.0)
+    known = book.get(peer(0).key)
+    assert known is not None and known.heartbeat.unreachable == (1, 2)
+    book.update({}, 1001.0)
+    gone = book.get(peer(0).key)
+    assert gone == replace(known, heartbeat=replace(known.heartbeat, unreachable=()))

@@ -66,6 +66,7 @@ class World:
     def publish(self, directive):
         """Publish as a swarm does: the chain follows the rollback."""
         self.swarm.directives.append(directive)
+        self.swarm.on_disk = self.swarm.chain.certificates
         self.swarm.chain = self.swarm.chain.fork(3)
 
     def fill_disk(self, times):
@@ -141,6 +142,32 @@ async def test_a_rollback_that_a_fault_has_interrupted_is_completed(tmp_path, re
             w.swarm.changed()
             await until(w.is_done)
         assert w.is_done() and w.swarm.directives == [w.order] and len(w.control.effects.marks) == 1
+
+
+async def test_before_the_ledger_follows_a_rollback_the_certificates_that_it_leaves_are_kept(tmp_path):
+    """Receipts of those rounds stay, and a ledger that is lost credits them again."""
+    async with running(tmp_path) as w:
+        posted = w.swarm.chain.certificates[:5]
+        w.fill_disk(1)
+        with pytest.raises(LedgerError, match="the disk is full"):
+            await w.control.accept(w.order.encoded)
+        assert [w.swarm.certificate(c.digest) for c in posted] == posted
+        before = await w.ledger.run(lambda ledger: ledger.balances())
+        await w.control.accept(w.order.encoded)
+        assert w.is_done()
+    swarm = w.swarm
+    for file in tmp_path.glob("ledger.sqlite*"):
+        file.unlink()
+    w = World(tmp_path)
+    w.swarm.chain, w.swarm.left, w.swarm.directives = swarm.chain, swarm.left, swarm.directives
+    await w.ledger.open(tmp_path / "ledger.sqlite", SPEC)
+    try:
+        await w.indexer.read_ledger()
+        await w.control.start()
+        assert await w.ledger.run(lambda ledger: ledger.balances()) == before
+    finally:
+        await w.control.stop()
+        await w.ledger.close()
 
 
 async def test_a_fault_that_lasts_is_said_once_though_it_is_tried_again_and_again(tmp_path, caplog):

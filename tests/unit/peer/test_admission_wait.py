@@ -104,6 +104,18 @@ async def test_it_asks_again_says_so_and_leaves_the_swarm_when_it_is_admitted(ne
     assert node.snapshot().finished and not newcomer.client.closed
 
 
+async def test_the_coordinators_own_words_are_told_as_they_may_hold_the_remedy(newcomer, tmp_path, caplog, monkeypatch):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(admission_wait, "REPORT_SECONDS", 0.0)
+    newcomer.client.says = CoordinatorUnreachable("the coordinator is busy: start a peer that was admitted before")
+    waits = asyncio.create_task(wait_until_admitted(newcomer, NodeOptions(tmp_path), PACES))
+    await until(lambda: "admitted before. Nobody else can admit" in caplog.text, "the reason is told")
+    assert "away" not in caplog.text
+    waits.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await ended(waits)
+
+
 async def test_a_refusal_ends_it_with_the_coordinators_reason(newcomer, tmp_path):
     newcomer.client.says = CoordinatorRefused("the invite's code is not valid")
     with pytest.raises(CoordinatorRefused, match="not valid"):

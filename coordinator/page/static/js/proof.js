@@ -15,32 +15,49 @@ async function sha256(...parts) {
   return new Uint8Array(await crypto.subtle.digest("SHA-256", whole));
 }
 
+// The varint at a place, and the place after it.
+function varint(data, at) {
+  let value = 0n;
+  for (let shift = 0n; shift < 70n; shift += 7n) {
+    if (at >= data.length) throw new Error("a message that is cut short");
+    const b = data[at++];
+    value |= BigInt(b & 127) << shift;
+    if (b < 128) return [Number(value), at];
+  }
+  throw new Error("a number that never ends");
+}
+
 // A protobuf message's fields, each a list: numbers as numbers, bytes as bytes, doubles and floats as bytes.
 export function fields(data) {
   const found = new Map();
   let at = 0;
-  const varint = () => {
-    let value = 0n;
-    for (let shift = 0n; shift < 70n; shift += 7n) {
-      if (at >= data.length) throw new Error("a message that is cut short");
-      const b = data[at++];
-      value |= BigInt(b & 127) << shift;
-      if (b < 128) return value;
-    }
-    throw new Error("a number that never ends");
+  const number = () => {
+    let value;
+    [value, at] = varint(data, at);
+    return value;
   };
   while (at < data.length) {
-    const tag = Number(varint()), kind = tag & 7;
+    const tag = number(), kind = tag & 7;
     let value;
-    if (kind === 0) value = Number(varint());
+    if (kind === 0) value = number();
     else {
-      const size = kind === 2 ? Number(varint()) : kind === 5 ? 4 : kind === 1 ? 8 : NaN;
+      const size = kind === 2 ? number() : kind === 5 ? 4 : kind === 1 ? 8 : NaN;
       if (!(at + size <= data.length)) throw new Error("a message that is cut short");
       value = data.subarray(at, (at += size));
     }
     found.set(tag >> 3, [...(found.get(tag >> 3) ?? []), value]);
   }
   return found;
+}
+
+// The numbers of a repeated field: one by one, or packed into bytes, as its sender likes.
+function numbers(values) {
+  return values.flatMap((value) => {
+    if (typeof value === "number") return [value];
+    const found = [];
+    for (let at = 0, number; at < value.length; found.push(number)) [number, at] = varint(value, at);
+    return found;
+  });
 }
 
 // The payload of an envelope, its author, and the digest of both by which records and headers are named.
@@ -61,14 +78,16 @@ export async function checkReceipt(receipt, peer) {
   if (shards.length) digest = await sha256(ascii("cairn/v1/applied"), digest, await sha256(ascii("cairn/v1/shards"), ...shards.map(fromHex)));
   if (hexOf(digest) !== receipt.record) throw new Error("the record of this round is not the one that the receipt names");
   const headers = await Promise.all((record.body.get(6) ?? []).map((e) => opened(e, "update-header")));
-  const mine = headers.find((h) => hexOf(h.digest) === receipt.update && h.author === peer);
+  const place = headers.findIndex((h) => hexOf(h.digest) === receipt.update && h.author === peer), mine = headers[place];
   const said = `record ${receipt.record.slice(0, 16)}… of ${headers.length} updates`;
   if (!receipt.accepted) {
     if (mine) throw new Error("the record lists the update");
     return `the update is not in ${said}`;
   }
   if (!mine) throw new Error("the record does not list the update");
-  const windows = (mine.body.get(6)?.[0] ?? 0) - (mine.body.get(5)?.[0] ?? 0);
+  // As the record weighs them, for example a newcomer's; without weights each update weighs what it claims.
+  const weights = numbers(record.body.get(8) ?? []);
+  const windows = weights.length ? weights[place] : (mine.body.get(6)?.[0] ?? 0) - (mine.body.get(5)?.[0] ?? 0);
   if (windows !== receipt.windows) throw new Error(`the record says ${windows} windows`);
   return `the update is in ${said}, with ${windows} windows`;
 }
