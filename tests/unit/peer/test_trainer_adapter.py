@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 
+from coordinator.authoring.weights import read
 from peer.channel import Apply
 from peer.errors import TrainingError
 from peer.training import layers, trial
@@ -437,6 +438,16 @@ def test_the_base_under_an_adapter_has_the_names_and_the_counted_memory_of_the_p
     assert {t.name for t in found.tensors if t.kind == "U8"} >= {
         f"model.layers.0.self_attn.{n}_proj.weight" for n in "qkvo"
     }
+
+
+def test_tensors_that_a_model_loads_in_fp32_all_the_same_become_bf16_in_the_base(tmp_path):
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16,
+             "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "n_routed_experts": 4,
+             "num_experts_per_tok": 2, "n_shared_experts": 1, "kv_lora_rank": 8, "q_lora_rank": None,
+             "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "head_dim": 8}  # fmt: skip
+    config = plain_config({"model_type": "deepseek_v2"} | sizes)
+    build_model(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    assert {t.dtype for t in read(tmp_path, config, torch.bfloat16).values()} == {torch.bfloat16}
 
 
 def test_all_linear_leaves_no_linear_module_out_without_a_word():

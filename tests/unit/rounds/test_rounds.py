@@ -9,7 +9,17 @@ import pytest
 
 from protocol.audits import AuditRule
 from protocol.ids import Digest, PeerKey, Round, sha256
-from protocol.messages import Directive, Finalization, Goodbye, Heartbeat, RoundRecord, UpdateHeader, Vote
+from protocol.messages import (
+    Directive,
+    Finalization,
+    Goodbye,
+    Heartbeat,
+    RoundRecord,
+    Score,
+    UpdateHeader,
+    Vote,
+    WorkReport,
+)
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
 from protocol.rounds.machine import RoundMachine
@@ -500,6 +510,26 @@ def test_an_auditor_that_catches_up_checks_records_once_it_has_joined_the_newest
     assert [(a.certificate.digest, a.check) for a in b.of(do.AuditUpdate)] == [
         (record.digest, "replay") for record in reversed(made)
     ]
+
+
+def test_an_auditor_keeps_what_it_signed_by_the_owners_key_while_another_branch_leads():
+    owner = FakeSigner(OTHERS[9])
+    policy = replace(POLICY, audit=AuditRule(owner=owner.key))
+    b = Bench(observer=True, reporter=owner, policy=policy, alone=False)
+    first = certificate(b.record(OTHERS[0], [b.header(OTHERS[0])]), OTHERS[:1])
+    b.step(ev.CertificateReceived(first, OTHERS[0]))
+    b.step(ev.Tick(), 10.0)
+    h = b.header(OTHERS[0], 20, round=Round(1), parent=first.digest, first_window=10, end_window=20)
+    second = FakeSigner(OTHERS[0]).sign(RoundRecord(RUN, Round(1), first.digest, STATE, 0, (h,)))
+    b.step(ev.CertificateReceived(certificate(second, OTHERS[:1]), OTHERS[0]))
+    asked = b.of(do.AuditUpdate)[0]
+    scores = (Score("signs", 0.5, 0.97),)
+    b.step(ev.UpdateAudited(asked.certificate.digest, asked.update, asked.check, asked.seed, scores))
+    assert b.said(WorkReport) and b.machine.sizes()["work reports"][0] == 1
+    rival = certificate(b.record(OTHERS[1], [b.header(key) for key in OTHERS[1:4]]), OTHERS[1:4])
+    b.step(ev.CertificateReceived(rival, OTHERS[1]))
+    b.step(ev.Tick(), 20.0)
+    assert b.chain.head == rival.digest and b.machine.sizes()["work reports"][0] == 1
 
 
 def test_no_round_waits_for_a_member_that_only_follows():
