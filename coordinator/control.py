@@ -342,9 +342,9 @@ class RunControl:
             return
         last, left = await self.ledger.run(lambda ledger: ledger.last()), None
         if not await self._continues_from(back.record, Round(back.round - 1)):
-            await self.on_rollback(back)
-            if last is not None:  # before the ledger says that it is done
+            if last is not None:  # soon, since the chain has left them; and before the ledger says that it is done
                 await self.view.keep_abandoned(*last, back)
+            await self.on_rollback(back)
             if await self.indexer.rollback(back) and last is not None:
                 left = last[1]
         await asyncio.to_thread(self.file.mark_done, back.epoch, left)

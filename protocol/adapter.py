@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -188,10 +188,10 @@ def add_adapter(model: nn.Module, adapter: AdapterSettings) -> LoraConfig:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not name.endswith((f".lora_A.{NAME}.weight", f".lora_B.{NAME}.weight")):
             raise SpecError(f"model.adapter.targets: {name} is not of a linear module: name linear modules")
-    if adapter.targets == [ALL_LINEAR] and (left_out := _without_adapter(model)):
+    if left_out := _left_out(model, adapter.targets):
         raise SpecError(
-            f'model.adapter.targets: "{ALL_LINEAR}" leaves out {len(left_out)} linear modules of this model, as '
-            f"{left_out[0]}: name all modules that get an adapter, by the ends of their names"
+            f"model.adapter.targets: {len(left_out)} of these linear modules would get no adapter, as {left_out[0]}: "
+            "peft gives this model's experts one instead. Name modules that experts do not have, such as q_proj"
         )
     config.modules_to_save = [name for name, _ in trained] or None
     for _, module in trained:
@@ -199,15 +199,18 @@ def add_adapter(model: nn.Module, adapter: AdapterSettings) -> LoraConfig:
     return config
 
 
-def _without_adapter(model: nn.Module) -> list[str]:
-    """Return the linear modules without an adapter, but the output layer.
+def _left_out(model: nn.Module, targets: Sequence[str]) -> list[str]:
+    """Return the linear modules that are meant and have no adapter.
 
     `peft` gives stacked experts one adapter for all, and then drops linear modules that have the names of theirs.
+    "all-linear" does not mean the output layer.
     """
     wrapped = {id(m) for outer in model.modules() if (m := getattr(outer, "base_layer", None)) is not None}
     wrapped.add(id(model.get_output_embeddings()))  # type: ignore[operator]
     linear = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) and ".lora_" not in n]
-    return [name for name, module in linear if id(module) not in wrapped]
+    without = [name for name, module in linear if id(module) not in wrapped]
+    ends = tuple(f".{target}" for target in targets)
+    return [name for name in without if ALL_LINEAR in targets or f".{name}".endswith(ends)]
 
 
 def _trained_modules(model: nn.Module, names: list[str]) -> Iterator[tuple[str, nn.Module]]:

@@ -32,6 +32,9 @@ An honest key replays about one update in a round. There is no limit of all its 
 auditors could use that up, by leaving those that they share with it alone.
 """
 
+ANSWER = 3
+"""The urgency of a report that answers two accusations."""
+
 NOTHING_PENDING = "it is about no update that is audited here"
 DECIDED = "a jury has decided about its update, or has convicted its author"
 
@@ -176,14 +179,17 @@ class CarriedReports:
     def urgency(self, report: Signed[WorkReport]) -> int:
         """Return how much a report may decide in the next record: the greater, the sooner it is carried.
 
-        3: it answers two accusations. 2: it is the second accusation. 1: the first, which costs nothing while it is
-        alone. So it comes after those that may cost their authors the stake. 0: it decides nothing.
+        3: it answers two accusations. 2: it is the second accusation, or may refute somebody after a decision. 1: the
+        first accusation, which costs nothing while it is alone. So it comes after those that may cost somebody the
+        stake. 0: it decides nothing.
         """
         audited = self._audited(report)
-        if audited is None or audited.is_decided or report.body.check != "replay":
+        if audited is None or report.body.check != "replay":
             return 0
+        if audited.is_decided:
+            return 2  # no other replay may be carried then
         if audited.is_accused:
-            return 3
+            return ANSWER
         if report.body.passed:
             return 0
         return 2 if accusers(audited.reports, audited.auditors) else 1

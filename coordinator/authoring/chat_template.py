@@ -114,8 +114,9 @@ class ChatTemplate:
         With `marks` the template decides. Answers that are not trained may be changed or left out.
         """
         text, marked = self._render(messages, tools, where)
+        bare = self._render(messages, (), where)[0] if tools else ""
         for name in _names(tools):
-            if name not in text:
+            if text.count(name) <= bare.count(name):  # messages may name it, too
                 raise DataInputError(
                     f"{where}: the chat template leaves out the tool {name!r}: name one that shows tools "
                     f"(data.conversations.chat_template), correct {self.name}, or take the tools out"

@@ -167,8 +167,8 @@ class ConversationReader:
         for number, (text, spans) in enumerate(documents, 1):
             if not any(span.start < span.end for span in spans):
                 raise DataInputError(
-                    f"{where}: nothing to train on: it has no message of {' or '.join(self.table.train_on)}: remove "
-                    "it, or add the role to data.conversations.train_on"
+                    f"{where}: nothing to train on: it has no message of {' or '.join(self.table.train_on)}, or all "
+                    "have the weight 0: remove it, or add the role to data.conversations.train_on"
                 )
             yield _Rendered(self.counts.rows, number, where, checked_text(text, where), spans)
 

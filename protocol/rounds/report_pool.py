@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+from protocol.carried_reports import ANSWER
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey, sha256
 from protocol.message_codec import report_place
 from protocol.messages import MAX_REPORTS, AuditDecision, Signed, WorkReport
 
 MAX_POOLED = 1024
+MAX_ANSWERS = 48
+"""Answers to accusations in a record while other reports wait: a jury of 64 seats decides by 43.
+
+Else two keys that accuse all the time would keep all other accusations out until it is too late for these.
+"""
 
 
 class ReportPool:
@@ -75,23 +81,25 @@ class ReportPool:
         """Return the reports that a record of ours after `parent` carries, and the decisions that follow.
 
         Those of the greatest `CarriedReports.urgency` go first. Of equal ones the first of each key go before any
-        key's second, and then chance decides: else keys that choose what they accuse would come first. Accusations
+        key's second, and then chance decides among the keys: what a key may choose does not count. Accusations
         beyond a key's limit stay for later records. Reports that convict us are left to other proposers: the convicted
         cannot be in the record.
         """
         following, seed = self._chain.reports_after(parent), self._chain.seed(parent)
 
-        def drawn(report: Signed[WorkReport]) -> tuple[int, bytes]:
-            return -following.urgency(report), sha256(seed, *map(bytes, (report.author, report.digest)))
+        def order(report: Signed[WorkReport]) -> tuple[int, bytes]:
+            return -following.urgency(report), sha256(seed, report.author)
 
-        possible = [r for r in self._reports.values() if following.report_refusal(r) is None]
+        possible = [r for _, r in sorted(self._reports.items()) if following.report_refusal(r) is None]
         turns: Counter[tuple[int, PeerKey]] = Counter()
-        ranked = []
-        for report in following.within_limit(sorted(possible, key=drawn)):
-            urgency, chance = drawn(report)
+        answers, others = [], []
+        for report in following.within_limit(sorted(possible, key=order)):
+            urgency, chance = order(report)
             turns[urgency, report.author] += 1
-            ranked.append((urgency, turns[urgency, report.author], chance, report))
-        reports = [r for *_, r in sorted(ranked, key=lambda item: item[:3])[:MAX_REPORTS]]
+            ranked = urgency, turns[urgency, report.author], chance, report
+            (answers if urgency == -ANSWER else others).append(ranked)
+        answers, others = ([r for *_, r in sorted(some, key=lambda item: item[:3])] for some in (answers, others))
+        reports = [*answers[:MAX_ANSWERS], *others, *answers[MAX_ANSWERS:]][:MAX_REPORTS]
         mine = {d.record for d in following.decisions(reports) if d.convicted and d.author == self._me}
         reports = sorted((r for r in reports if r.body.record not in mine), key=report_place)
         return tuple(reports), following.decisions(reports)

@@ -261,6 +261,10 @@ def test_a_template_that_leaves_out_the_tools_is_refused(tmp_path):
     row = GOOD | {"tools": [{"type": "function", "function": {"name": "fox", "parameters": {}}}]}
     with pytest.raises(DataInputError, match=r"line 1: the chat template leaves out the tool 'fox': name one that"):
         made(tmp_path, [row])
+    asks = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "fox", "arguments": {}}}]}
+    called = row | {"messages": [USER | {"content": "the fox"}, asks]}  # so the text has its name all the same
+    with pytest.raises(DataInputError, match=r"line 1: the chat template leaves out the tool 'fox'"):
+        made(tmp_path / "called", [called], template=TOOLS)
     shown = "{% for t in tools or [] %}{{ t.function | tojson }}{% endfor %}" + CHATML
     ((whole, learnt),) = documents_of(made(tmp_path / "shown", [row], template=shown, window=256))
     assert whole.startswith('{"name": "fox"') and learnt == "a<|im_end|>"
@@ -467,7 +471,7 @@ GOOD = chat("q", "a")
         ({"messages": [USER, {"role": "assistant"}]}, "line 2: message 2: its content is null"),
         ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "line 2: message 1: its content is a list"),
         ({"messages": [{"role": "gpt", "content": "x"}]}, "line 2: message 1 has the role 'gpt', which .* not name"),
-        ({"messages": [USER]}, "line 2: nothing to train on: it has no message of assistant: remove it, or"),
+        ({"messages": [USER]}, "line 2: nothing to train on: it has no message of assistant, or all .*: remove it, or"),
         ({"messages": None}, "line 2: neither 'messages', nor .*: there is 'messages', which is null: rename"),
         ({"conversations": [{"from": "human"}]}, "line 2: neither 'messages', nor .*: there is 'conversations'"),
         ({"prompt": "x", "completion": [USER]}, "line 2: 'prompt' and 'completion': write two texts, or two lists"),

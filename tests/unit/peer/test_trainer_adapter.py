@@ -450,13 +450,14 @@ def test_tensors_that_a_model_loads_in_fp32_all_the_same_become_bf16_in_the_base
     assert {t.dtype for t in read(tmp_path, config, torch.bfloat16).values()} == {torch.bfloat16}
 
 
-def test_all_linear_leaves_no_linear_module_out_without_a_word():
+def test_no_linear_module_that_is_meant_is_left_out_without_a_word():
     sizes = {"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16, "num_hidden_layers": 2,
              "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64, "num_experts": 4,
              "num_experts_per_tok": 2, "mlp_only_layers": [0]}  # fmt: skip
     config = plain_config({"model_type": "qwen3_moe"} | sizes)
-    with pytest.raises(SpecError, match=r'"all-linear" leaves out 3 linear modules .* model\.layers\.0\.mlp\.'):
-        build_adapted(config, AdapterSettings(rank=4, alpha=8))
+    for targets in (["all-linear"], ["q_proj", "gate_proj", "up_proj", "down_proj"]):
+        with pytest.raises(SpecError, match=r"3 of these linear modules would .*, as model\.layers\.0\.mlp"):
+            build_adapted(config, AdapterSettings(rank=4, alpha=8, targets=targets))
     build_adapted(config, AdapterSettings(rank=4, alpha=8, targets=["q_proj", "v_proj"]))
 
 

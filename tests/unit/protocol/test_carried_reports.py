@@ -246,7 +246,7 @@ def test_where_no_votes_can_refute_any_more_jurors_report_no_more():
     assert not following.jury_of(report(case.record, OTHERS[0], passed=True))
 
 
-def test_reports_that_decide_go_before_those_that_only_refute(monkeypatch):
+def test_reports_that_may_refute_go_before_lone_accusations(monkeypatch):
     case = decided_narrowly(passed=True)
     chain = case.branch.chain
     monkeypatch.setattr(report_pool, "MAX_REPORTS", 1)
@@ -254,8 +254,8 @@ def test_reports_that_decide_go_before_those_that_only_refute(monkeypatch):
     accuser = case.branch.auditors(accused, OTHERS[0])[0]
     told = report(accused, accuser, author=OTHERS[0])
     pool = ReportPool(OTHERS[0], chain)
-    assert pool.add(report(case.record, case.late, passed=True)) and pool.add(told)
-    assert pool.to_include(chain.head)[0] == (told,)
+    assert pool.add(refutes := report(case.record, case.late, passed=True)) and pool.add(told)
+    assert pool.to_include(chain.head)[0] == (refutes,)
 
 
 def test_a_conviction_that_nobody_contradicts_leaves_nothing_to_report(branch):
@@ -374,6 +374,8 @@ def test_answers_go_before_second_accusations_and_these_before_lone_ones(monkeyp
     juror = next(key for key in OTHERS if key not in drawn)
     assert pool.add(answer := report(record, juror, passed=True))
     assert pool.to_include(chain.head)[0] == (answer,)
+    monkeypatch.setattr(report_pool, "MAX_ANSWERS", 0)  # of those that come before others
+    assert pool.to_include(chain.head)[0] != (answer,)
 
 
 def test_chance_decides_which_of_many_lone_accusations_a_record_carries(monkeypatch):
