@@ -184,7 +184,7 @@ class RunControl:
         A member's heartbeat says which it has. That is only a claim until the directive is here.
         """
         now, heartbeat_seconds = self.clock(), self.effects.round_policy.heartbeat_seconds
-        beats = [h.heartbeat for h in self.view.heartbeats().values() if h.heartbeat.admission]
+        beats = [h.heartbeat for h in self.view.heartbeats().values()]
         if beats and self._heard_at is None:
             self._heard_at = now
         longest = min(LONGEST_WAIT, max(WAIT_SECONDS, WAIT_BEATS * heartbeat_seconds))

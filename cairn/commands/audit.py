@@ -9,7 +9,7 @@ import click
 from cairn.commands.group import CommandGroup
 from cairn.commands.options import FILE, FOLDER, device_option, home_option, invite_argument, peer_key, via_option
 from cairn.stop_signals import sigterm_as_ctrl_c
-from protocol.errors import CairnError
+from protocol.errors import CairnError, os_reason
 
 HOME = home_option("Where this machine's peer has its identity.")
 
@@ -77,8 +77,11 @@ def update(invite, round_, peer, check, device, threads, folder, home, via) -> N
     try:
         with sigterm_as_ctrl_c():  # else what was fetched stays in /tmp
             passed = repeat_check(RepeatOptions(invite, round_, peer, check, device, threads, folder, home, via))
-    except (CairnError, OSError) as e:
+    except CairnError as e:
         click.echo(f"error: {e}", err=True)
+        sys.exit(3)
+    except OSError as e:
+        click.echo(f"error: {e.filename or 'a file'}: {os_reason(e)}: name other folders (--home, --folder)", err=True)
         sys.exit(3)
     if not passed:
         sys.exit(1)

@@ -287,12 +287,14 @@ def messages_of(row: dict[str, Any], where: str) -> tuple[list[dict[str, Any]], 
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield all texts in lists and objects."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _texts(inner)
+    """Yield all texts in lists and objects, however deep."""
+    left = [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict | list):
+            left += value.values() if isinstance(value, dict) else value
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:
@@ -308,7 +310,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         there = ", ".join(map(repr, list(message)[:10])) or "nothing"
         raise DataInputError(f"{where} has no role: there is {there}: write role and content")
     if kept.get(WEIGHT, 1) not in (0, 1):
-        raise DataInputError(f"{where}: its weight is {kept[WEIGHT]!r}: write 0 to train nothing of it, or 1")
+        raise DataInputError(f"{where}: its weight is {repr(kept[WEIGHT])[:60]}: write 0 to train nothing of it, or 1")
     if content is None and isinstance(kept.get("tool_calls"), list):
         return kept | {"content": None}
     if not isinstance(content, str):

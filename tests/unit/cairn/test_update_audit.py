@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -140,19 +141,30 @@ def test_wrong_arguments_are_no_result(arguments):
     assert done.returncode == 2 and not done.stdout
 
 
-@pytest.mark.parametrize(("outcome", "code"), [(True, 0), (False, 1), (CairnError("no member answers"), 3)])
-def test_the_exit_code_says_passed_failed_or_not_made(monkeypatch, outcome, code):
+UNREADABLE = PermissionError(errno.EACCES, "Permission denied", "/home/x")
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code", "said"),
+    [
+        (True, 0, ""),
+        (False, 1, ""),
+        (CairnError("no member answers"), 3, "error: no member answers\n"),
+        (UNREADABLE, 3, "error: /home/x: permission denied: name other folders (--home, --folder)\n"),
+    ],
+)
+def test_the_exit_code_says_passed_failed_or_not_made(monkeypatch, outcome, code, said):
     asked: list[RepeatOptions] = []
 
     def repeat(options: RepeatOptions) -> bool:
         asked.append(options)
-        if isinstance(outcome, CairnError):
+        if isinstance(outcome, Exception):
             raise outcome
         return outcome
 
     monkeypatch.setattr(update_audit, "repeat_check", repeat)
     done = cairn("audit", "update", INVITE, "--round", "3", "--peer", "ada", "--home", "/home")
-    assert done.returncode == code and done.stderr == ("error: no member answers\n" if code == 3 else "")
+    assert done.returncode == code and done.stderr == said
     assert asked == [RepeatOptions(INVITE, 3, "ada", None, "auto", None, None, Path("/home"), ())]
 
 
