@@ -90,7 +90,7 @@ def goals(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def run_file(text: str, folder: Path) -> str:
     """Return the demo's run file without an end and without checkpoints, which would travel on the same links."""
-    return re.sub(r"^every\s*=.*$", "every = 1000", endless(text, folder), flags=re.MULTILINE)
+    return re.sub(r"^every\s*=.*$", "every = 256", endless(text, folder), flags=re.MULTILINE)
 
 
 def topology(up_mbit: float, rtt_ms: float) -> Topology:

@@ -89,8 +89,10 @@ class ObserverView:
         chain = self._node.chain
         if record in chain and record != chain.root:
             return chain.certificate(record)
+        store, round_ = self._node.store, chain.round_of(record)
         try:
-            kept = self._node.store.read_value(record.hex())
+            # The store's chain has what the tree has dropped at its root; values have what rollbacks left.
+            kept = store.read_value(record.hex()) if round_ is None else store.certificate(round_, record)
             found = None if kept is None else self._node.membership.decoder.decode_certificate(kept)
             if found is not None and found.digest != record:
                 raise MalformedError(f"it is the one of record {found.digest.short}")

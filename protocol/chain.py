@@ -315,6 +315,8 @@ class Chain:
         if node is None or key not in self._stakes_at(node):
             return
         end = header.body.end_window
+        if node.announced.get(key, -1) >= end:
+            return
         note_message(node.announced, key, end)
         for above in self._undecided(node):
             if above.latest is not None:
@@ -420,6 +422,12 @@ class Chain:
     def is_below_root(self, record: Digest) -> bool:
         """Return whether a record is on the path that the tree has dropped at its root."""
         return self._below.height(record) is not None
+
+    def round_of(self, record: Digest) -> Round | None:
+        """Return the round of a record that `has_seen` knows; None for others, and for the genesis."""
+        node = self._nodes.get(record)
+        height = self._below.height(record) if node is None else node.height
+        return Round(height - 1) if height else None
 
     def older_records_after(self, have: Iterable[Digest], *, count: int) -> tuple[tuple[Round, Digest], ...]:
         """Return the round and name of the records up to the root that a `locator` does not have, oldest first.
@@ -603,7 +611,7 @@ class Chain:
         self._drop_lone_twins(node, parent)
         parent.children.append(node)
         self._nodes[node.digest] = node
-        self._bytes += node.size
+        self._bytes += node.memory
         for above in self._undecided(parent):
             if above.latest is not None:
                 node.count_in(above.latest)
@@ -955,7 +963,7 @@ class Chain:
             del self._nodes[dropped.digest]
             self._stakes.pop(dropped.digest, None)
             self._quarantined.discard(dropped.digest)
-            self._bytes -= dropped.size
+            self._bytes -= dropped.memory
             if self._is_on_main_chain(dropped):
                 del self._main_chain[dropped.height]
 
@@ -980,7 +988,7 @@ class Chain:
         for child in list(self._root.children):
             if child is not new:
                 self._drop(child)
-        self._bytes -= new.size
+        self._bytes -= new.memory
         self._below.append(self._root.digest)
         new.become_root()
         del self._nodes[self._root.digest]

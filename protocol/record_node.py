@@ -15,6 +15,9 @@ from protocol.update_weights import AuthorHistory
 SNAPSHOT_EVERY = 32
 """Number of rounds after which a record keeps the histories of all authors; those between keep only their changes."""
 
+HISTORY_BYTES = 128
+"""Memory that an author costs in a snapshot, about: its place in a dict. Anybody can make keys."""
+
 NEWCOMER = AuthorHistory()
 
 
@@ -96,6 +99,11 @@ class RecordNode:
                 self.histories[author] = self.history(author).as_newcomer()
         if self.height % SNAPSHOT_EVERY == 0:
             self.make_snapshot()
+
+    @property
+    def memory(self) -> int:
+        """Bytes that it costs, about: its certificate, and the histories of a snapshot."""
+        return self.size + (HISTORY_BYTES * len(self.histories) if self.is_snapshot else 0)
 
     def branch(self) -> Iterator[RecordNode]:
         """Yield the node, its parent, and so on to the root."""

@@ -514,7 +514,8 @@ class AuditSpec(Section):
 class CheckpointSpec(Section):
     """Retention of states, and their finalization."""
 
-    every: Annotated[int, Field(ge=1, le=100_000)] = Field(default=10, description="rounds between checkpoints")
+    # Every tree of records has over 256 of them: a newcomer needs the newest checkpoint's.
+    every: Annotated[int, Field(ge=1, le=256)] = Field(default=10, description="rounds between checkpoints")
     keep: Annotated[int, Field(ge=1, le=1000)] = Field(default=2, description="checkpoints that each member keeps")
     final_depth: Annotated[int, Field(ge=1, le=100_000)] = Field(
         default=12, description="the owner finalizes a record when this many are built on it"

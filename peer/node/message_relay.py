@@ -29,6 +29,9 @@ UNREACHABLE_BEATS = 3.0
 FORWARDED_PER_BEAT = 16
 """Messages of one author that are forwarded within one heartbeat interval: an honest author sends a few a round."""
 
+SEARCHED = 32
+"""Members that are looked at for the relays of one author to one member."""
+
 REMEMBERED = 8192
 """Number of messages remembered as forwarded, so that each is forwarded once."""
 
@@ -45,6 +48,8 @@ class RelaySelector:
         self._short = {k: short_id(k) for k in beats}
         self._unreachable = {k: frozenset(body.unreachable) for k, body in beats.items() if body.unreachable}
         self._ring = sorted((sha256(k), k) for k in beats)
+        self._heard: dict[PeerKey, list[tuple[bytes, PeerKey]]] = {}
+        """Of each member that is cut off from some: those of the ring that it receives from directly."""
 
     def cut_off_from(self, author: PeerKey) -> list[PeerKey]:
         """Return the members whose heartbeats say that they receive nothing from this author directly."""
@@ -54,12 +59,21 @@ class RelaySelector:
         return [k for k, unreachable in self._unreachable.items() if a in unreachable and k != author]
 
     def relays(self, author: PeerKey, to: PeerKey) -> list[PeerKey]:
-        """Return the members that forward messages of `author` to `to`: at most RELAYS, each connected to both."""
+        """Return the members that forward messages of `author` to `to`: at most RELAYS, each connected to both.
+
+        At most SEARCHED members are looked at, none from which `to` receives nothing. Otherwise a few that name everybody
+        as unreachable would have all members look at all others for each author.
+        """
         if author not in self._short or to not in self._short:
             return []
+        ring = self._heard.get(to)
+        if ring is None:
+            unreachable = self._unreachable.get(to, frozenset())
+            ring = self._heard[to] = [at for at in self._ring if self._short[at[1]] not in unreachable]
         chosen: list[PeerKey] = []
-        start = bisect_left(self._ring, (sha256(author + to), author))
-        for _, key in self._ring[start:] + self._ring[:start]:
+        start = bisect_left(ring, (sha256(author + to), author))
+        for i in range(min(len(ring), SEARCHED)):
+            key = ring[(start + i) % len(ring)][1]
             if self.connects(key, author, to):
                 chosen.append(key)
             if len(chosen) == RELAYS:

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import lru_cache
 
+from peer.swarm.addresses import parse_address
 from protocol.bounded import BoundedDict
+from protocol.errors import MalformedError
 from protocol.ids import PeerKey
 from protocol.messages import Heartbeat, Signed
+from protocol.rounds.members import LAST_BEATS
 from protocol.rounds.policy import RoundPolicy
 
 MAX_LOST = 256
@@ -63,6 +67,8 @@ class PeerTable:
         self._gone: BoundedDict[PeerKey, int] = BoundedDict(limit)
         """The sequence of the goodbye of each member that left."""
         self._lost: BoundedDict[PeerKey, tuple[str, ...]] = BoundedDict(MAX_LOST)
+        self._last: BoundedDict[PeerKey, int] = BoundedDict(LAST_BEATS * limit)
+        """The newest sequence of members that fell silent: recorded heartbeats do not bring them back."""
 
     @property
     def limit(self) -> int:
@@ -71,6 +77,7 @@ class PeerTable:
 
     def apply_policy(self, policy: RoundPolicy) -> None:
         self._gone.limit = policy.max_members
+        self._last.limit = LAST_BEATS * policy.max_members
 
     def note_heartbeat(
         self, heartbeat: Signed[Heartbeat], now: float, *, direct: bool = True, reserved: bool = False
@@ -80,7 +87,7 @@ class PeerTable:
         `direct`: the author itself sent it. `reserved`: the author is accepted even when the table is full.
         """
         key, body = heartbeat.author, heartbeat.body
-        if key == self._me or body.sequence <= self._gone.get(key, -1):
+        if key == self._me or body.sequence <= max(self._gone.get(key, -1), self._last.get(key, -1)):
             return News.NONE
         known = self._entries.get(key)
         if known is not None:
@@ -116,6 +123,8 @@ class PeerTable:
         silent = [k for k, e in self._entries.items() if now - e.last_news > self._forget]
         for key in silent:
             body = self._entries.pop(key).heartbeat.body
+            if body.admission:
+                self._last.renew(key, body.sequence)
             if body.admission and body.addresses:
                 self._lost[key] = tuple(body.addresses)
         return silent
@@ -148,6 +157,17 @@ class PeerTable:
         return [e.heartbeat for e in self._entries.values()]
 
     def addresses(self) -> list[str]:
-        """Return the multiaddresses of members, not of strangers: those with the latest news first."""
+        """Return the multiaddresses of members, not of strangers: those with the latest news first.
+
+        Only addresses that name the member, or one could have others dial anybody. Invites and the store take these.
+        """
         newest = sorted((e for e in self._entries.values() if e.is_admitted), key=lambda e: -e.last_news)
-        return list(dict.fromkeys(a for e in newest for a in e.heartbeat.body.addresses))
+        return [a for e in newest for a in dict.fromkeys(e.heartbeat.body.addresses) if _names(a, e.heartbeat.author)]
+
+
+@lru_cache(maxsize=4096)
+def _names(address: str, key: PeerKey) -> bool:
+    try:
+        return parse_address(address)[0] == key
+    except MalformedError:
+        return False

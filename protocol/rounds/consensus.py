@@ -74,6 +74,7 @@ class Consensus:
         """Of our newest update; None before the first."""
 
         self._revision = 0
+        self._announced_again: RoundState | None = None
         self._repeat_at = 0.0
         self._repeats = 0
         self._contradicted: Digest | None = None
@@ -99,6 +100,11 @@ class Consensus:
         self._headers_compared = 0
         context.members.watch(parent, round_.number, partial(context.chain.countable, parent))
         return round_
+
+    def _has_announced_in(self, round_: RoundState) -> bool:
+        """Return whether our newest header is of this round: another one would be equivocation."""
+        last = None if self._last_header is None else self._last_header.body
+        return last is not None and (last.parent, last.epoch) == (round_.parent, round_.epoch)
 
     def reopen(self) -> None:
         """Begin the round once more, on another branch: headers announced for it no longer count."""
@@ -151,7 +157,7 @@ class Consensus:
             return
         if author == context.me and (context.observer or self._sync.is_making_update):
             return
-        if not round_.add_header(header, context.now, context.members.has_room_for, listed=listed):
+        if not round_.add_header(header, context.now, context.members.rank, listed=listed):
             return
         if context.is_excluded(author):
             round_.exclude(author)
@@ -216,7 +222,7 @@ class Consensus:
         round_, exchange = self.round, self.exchange
         if round_ is None or exchange is None or not exchange.accepts(vote):
             return None
-        if not round_.add_vote(vote, self._context.members.has_room_for):
+        if not round_.add_vote(vote, self._context.members.rank):
             return None
         return self._certified(vote.body.record)
 
@@ -300,10 +306,13 @@ class Consensus:
         is_stored = last is not None and replace(last.body, admission=header.body.admission) == header.body
         if last is not None and is_stored:
             header = last  # only the admission is newer, and a second header of one round is equivocation
+        elif self._has_announced_in(round_):
+            context.notify("info", "refused", "our update is kept back: another one is announced in this round")
+            return
         if (reason := round_.header_refusal(header, context.accepts_size)) is not None:
             context.notify("error", "refused", f"our own update cannot be announced: {reason}")
             return
-        if round_.add_header(header, context.now, context.members.has_room_for):
+        if round_.add_header(header, context.now, context.members.rank):
             self._announced(round_)
             context.chain.announce(header)
             if not is_stored:
@@ -380,6 +389,8 @@ class Consensus:
         if (vouched := self._contradiction(round_)) is not None:
             self._sync.discard_state(vouched)
             return None
+        if round_.announced_at is None and self._has_announced_in(round_):
+            self._announce_again(round_)
         if round_.announced_at is None:
             due = not self._sync.is_making_update and self.work.windows >= 1 and not self._context.is_paused
             if due and self._should_announce(round_, hurry):
@@ -393,6 +404,16 @@ class Consensus:
             certificate = self._certified(round_.last_vote.body.record)  # patience may be over, or members gone
         self._repeat(round_, exchange)
         return certificate
+
+    def _announce_again(self, round_: RoundState) -> None:
+        """Announce our update of this round again, once: we have restarted, or the head is back at its parent."""
+        header = self._last_header
+        if header is None or self._announced_again is round_ or self._sync.is_making_update:
+            return
+        self._announced_again = round_
+        self._receive_header(header)
+        if self._context.me in round_.headers:
+            self._context.emit(Broadcast(header))
 
     def _contradiction(self, round_: RoundState) -> Digest | None:
         count = len(round_.headers)
@@ -513,13 +534,13 @@ class Consensus:
         reached = max(0, round_.attempt(context.now))
         best: tuple | None = None
         for proposal in round_.proposals.values():
-            if not self._is_votable(round_, exchange, proposal):
-                continue
             body = proposal.record.body
             # Anybody can name an attempt that is far off and its own.
             turn = order[body.attempt % len(order)] if order and body.attempt <= reached else None
             ranked, waits_until = turn == proposal.record.author, proposal.seen + 1.5 * context.policy.propose_seconds
             if not ranked and not context.deadlines.due("out of turn", waits_until):
+                continue
+            if not self._is_votable(round_, exchange, proposal):  # it costs more than the above
                 continue
             key = (ranked, body.attempt, body.windows, proposal.record.digest)
             if best is None or key > best[0]:

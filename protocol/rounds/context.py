@@ -68,7 +68,7 @@ class Context:
         """
 
         self.accepts_size = accepts_size
-        self.members = Members(policy, self.me, self._chain_rank)
+        self.members = Members(policy, self.me, self._standing)
         self.blobs = BlobTracker(_blob_bound(policy), policy.heartbeat_seconds / 4)
         self.own = OwnUpdates(self.me)
         self.reports = ReportPool(reporter, chain)
@@ -117,10 +117,10 @@ class Context:
         """Return whether a peer takes no part: it is banned, or barred after a conviction on the head's branch."""
         return self.chain.is_banned(key) or self.chain.is_barred(key, self.chain.head)
 
-    def _chain_rank(self, key: PeerKey) -> int:
-        """Return 2 for a peer with stake at the head, 1 for one with accepted work only, else 0: see `Members`."""
+    def _standing(self, key: PeerKey) -> tuple[int, bool]:
+        """Return a peer's stake at the head, and whether the chain has work of it: see `Members`."""
         chain = self.chain
-        return 2 if chain.stakes(chain.head).get(key) else int(chain.next_window(key, chain.head) > 0)
+        return chain.stakes(chain.head).get(key, 0), chain.next_window(key, chain.head) > 0
 
     @property
     def is_paused(self) -> bool:

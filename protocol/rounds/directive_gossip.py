@@ -58,8 +58,8 @@ class DirectiveGossip:
     def inform(self, source: PeerKey, beat: Heartbeat) -> None:
         """Send our directive to a peer whose heartbeats show for a while that it does not have it."""
         context, members = self._context, self._context.members
-        directive, member = context.chain.newest_directive, members.get(source)
-        if member is not None and beat.sequence <= member.beat.sequence:
+        directive = context.chain.newest_directive
+        if not members.is_new(source, beat.sequence):
             return  # a replay: anybody could have the directive sent to its author again and again
         if directive is None or beat.directive_sequence == directive.body.sequence:
             self._due.pop(source, None)

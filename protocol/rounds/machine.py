@@ -72,7 +72,7 @@ from protocol.rounds.phase import InvariantError, Phase, check_transition, phase
 from protocol.rounds.policy import LocalStatus, RoundPolicy
 from protocol.rounds.rest import RestSteps
 from protocol.rounds.retention import retained, retained_states
-from protocol.rounds.round_state import RoundState
+from protocol.rounds.round_state import RoundState, header_refusal
 from protocol.rounds.state_sync import StateSync
 from protocol.rounds.summary import Summary, summarise
 
@@ -340,8 +340,13 @@ class RoundMachine:
             parent = None if isinstance(body, Vote | ShardAttestation) else body.parent
             if round_ is not None and body.round == number and parent in (None, round_.parent):
                 self._add_own_certificate(self._consensus.receive(message))
-            elif number < body.round <= context.chain.height(context.chain.head) + MAX_ROUNDS_AHEAD:
-                self._future.keep(message, trusted=context.members.has_room_for(message.author))
+            else:
+                if isinstance(body, UpdateHeader) and body.parent in context.chain:
+                    # Of another branch: fork choice counts it, or those with the same records would have other heads.
+                    if header_refusal(message, context.chain, context.policy, context.accepts_size) is None:
+                        context.chain.announce(message)
+                if number < body.round <= context.chain.height(context.chain.head) + MAX_ROUNDS_AHEAD:
+                    self._future.keep(message, trusted=context.members.has_room_for(message.author))
 
     def _receive_heartbeat(self, message: Signed[Heartbeat]) -> None:
         context, beat, source = self._context, message.body, message.author

@@ -19,6 +19,9 @@ MAX_PENALTY = 6
 LAPSE_ROUNDS = 32
 """Rounds after a penalty that take back one doubling. A peer that stalls whenever it is awaited never has them."""
 
+LAST_BEATS = 4
+"""Peers whose newest sequence is remembered when they are no members any more, as a multiple of `max_members`."""
+
 REPEATERS = 8
 """About this number of members repeat others' messages, once there are more than twice as many. If everybody did, each
 of a thousand would send all of them to all: a thousand times the traffic of one proposer."""
@@ -90,25 +93,28 @@ class Penalties:
 class Members:
     """The members that one machine knows, at most `max_members`, and their penalties.
 
-    When the table is full, a peer of a higher rank displaces one of a lower rank, the newest first. The ranks are:
-    contributors of the last round, peers with stake, peers with accepted work, and the others. A peer of the lowest
-    rank displaces nobody: anybody can make keys.
+    When the table is full, a peer of a higher rank displaces one of a lower rank, the newest first. More stake is a
+    higher rank: it alone costs work. Among equals, contributors of the last round come first, then peers with accepted
+    work, then the others. A peer of the lowest rank displaces nobody: anybody can make keys.
     """
 
-    def __init__(self, policy: RoundPolicy, me: PeerKey, chain_rank: Callable[[PeerKey], int]):
+    def __init__(self, policy: RoundPolicy, me: PeerKey, standing: Callable[[PeerKey], tuple[int, bool]]):
         """Start without members.
 
-        `chain_rank` returns 2 for a peer with stake at the chain's head, 1 for one with accepted work only, else 0.
+        `standing` returns a peer's stake at the chain's head, in windows, and whether the chain has work of it.
         """
         self._policy = policy
         self._me = me
-        self._chain_rank = chain_rank
+        self._standing = standing
         self._members: dict[PeerKey, Member] = {}
         self._established: frozenset[PeerKey] = frozenset()
         """Contributors of the last round."""
 
         self._gone: BoundedDict[PeerKey, int] = BoundedDict(policy.max_members)
         """Peers that said goodbye, with the sequence of it."""
+
+        self._last: BoundedDict[PeerKey, int] = BoundedDict(LAST_BEATS * policy.max_members)
+        """The newest sequence of peers that are no members any more: nobody brings them back by what they sent then."""
 
         self.late = Penalties(policy.max_members)
         """For keeping a round waiting until the deadline, or an update that is invalid or a copy: for a while nobody
@@ -154,6 +160,7 @@ class Members:
     def adopt_policy(self, policy: RoundPolicy) -> None:
         self._policy = policy
         self._gone.limit = policy.max_members
+        self._last.limit = LAST_BEATS * policy.max_members
         for penalties in self._penalties.values():
             penalties.grow(policy.max_members)
 
@@ -182,12 +189,10 @@ class Members:
     def add_heartbeat(self, message: Signed[Heartbeat], now: float) -> bool:
         """Note a heartbeat. Return False when it is not new (replayed, reordered), or its author has no room."""
         key, beat = message.author, message.body
-        if key == self._me or beat.sequence <= self._gone.get(key, -1):
+        if key == self._me or not self.is_new(key, beat.sequence):
             return False
         member = self._members.get(key)
         if member is not None:
-            if beat.sequence <= member.beat.sequence:
-                return False
             member.beat = beat
             member.heard = now
             self._count(member)
@@ -197,6 +202,12 @@ class Members:
         member = self._members[key] = Member(key, beat, now)
         self._count(member)
         return True
+
+    def is_new(self, key: PeerKey, sequence: int) -> bool:
+        """Return whether a heartbeat of this sequence is newer than all that we remember of its author."""
+        member = self._members.get(key)
+        newest = max(self._gone.get(key, -1), self._last.get(key, -1))
+        return sequence > max(newest, -1 if member is None else member.beat.sequence)
 
     def goodbye(self, message: Signed[Goodbye]) -> bool:
         """Forget a member that leaves of its own will. Return False when a newer heartbeat contradicts it."""
@@ -241,16 +252,20 @@ class Members:
 
     def has_room_for(self, key: PeerKey) -> bool:
         """Return whether a peer's messages come before strangers': it is a member, or has accepted work or stake."""
-        return key == self._me or key in self._members or self._rank(key) > 0
+        return any(self.rank(key))
 
-    def _rank(self, key: PeerKey) -> int:
-        """Return the peer's claim to a place: 3 if it contributed to the last round, else its rank on the chain."""
-        return 3 if key in self._established else self._chain_rank(key)
+    def rank(self, key: PeerKey) -> tuple[int, ...]:
+        """Return a peer's claim to a place in a full table of the round: ours first, strangers' are all zeros."""
+        return (key == self._me, *self._rank(key), key in self._members)
+
+    def _rank(self, key: PeerKey) -> tuple[int, ...]:
+        stake, has_worked = self._standing(key)
+        return stake, key in self._established, has_worked
 
     def _make_room(self, key: PeerKey, now: float) -> bool:
         if self.expire(now):
             return True
-        if (own := self._rank(key)) == 0:
+        if not any(own := self._rank(key)):
             return False
         rank, _, last = min((self._rank(m.key), -m.since, m.key) for m in self)
         if rank < own:
@@ -258,7 +273,7 @@ class Members:
         return rank < own
 
     def _forget(self, key: PeerKey) -> None:
-        del self._members[key]
+        self._last.renew(key, self._members.pop(key).beat.sequence)
         self.windows -= self._counted.pop(key, 0)
 
     # -- the sum of a round's work, kept as heartbeats come ----------------------------------------------------
@@ -305,6 +320,7 @@ class Members:
         return {
             "members": (len(self._members), top),
             "goodbyes": (len(self._gone), top),
+            "last beats": (len(self._last), LAST_BEATS * top),
             **{name: (len(penalties), top) for name, penalties in self._penalties.items()},
             "counted": (len(self._counted), top),
             "announced": (len(self._announced), 2 * top),

@@ -276,10 +276,10 @@ class ReducedExchange(Exchange):
         round_, author = self._round, attestation.author
         mine = self._early.get(author)
         if mine is None:
-            if author not in round_.headers and not self._context.members.has_room_for(author):
+            if (leaving := round_.leaving_for(author, self._early, self._context.members.rank)) is None:
                 return False
-            if len(self._early) >= 2 * round_.policy.max_members:
-                return False
+            for other in leaving:
+                self._bytes -= sum(len(a.encoded) for a in self._early.pop(other).values())
             mine = self._early[author] = {}
         key = (attestation.body.record, attestation.body.shard)
         if key in mine:

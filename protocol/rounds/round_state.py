@@ -26,6 +26,9 @@ ROUNDING_SECONDS = 1e-9
 RECENT_RECORDS = 8
 """Number of records before a round whose contributors take the first turns to propose."""
 
+Rank = Callable[[PeerKey], tuple[int, ...]]
+"""A peer's claim to a place in a full table: see `Members.rank`."""
+
 MIN_STRANGERS = 8
 STRANGER_SHARE = 8
 """Headers of non-members: at most `max_members` divided by this number, but at least MIN_STRANGERS."""
@@ -44,13 +47,40 @@ def proposer_order(
     peers may hold other updates (weighted rendezvous hashing: Thaler and Ravishankar 1998). Peers whose logarithms
     round differently may see another order, about once in 10^15 turns, and it decides nothing by itself.
     """
+    return tuple(sorted(authors, key=lambda author: _turn_of(author, seed, stakes, recent)))
 
-    def place(author: PeerKey) -> tuple[bool, bool, float]:
-        drawn = (int.from_bytes(sha256(b"cairn/v1/turn", seed, author)[:8], "little") >> 11) + 0.5
-        stake = stakes.get(author, 0)
-        return stake <= 0, stake <= 0 and author not in recent, -log(drawn / 2**53) / max(1, stake)
 
-    return tuple(sorted(authors, key=place))
+def _turn_of(
+    author: PeerKey, seed: bytes, stakes: Mapping[PeerKey, int], recent: Collection[PeerKey]
+) -> tuple[bool, bool, float]:
+    """Return an author's place in the order: the least comes first."""
+    drawn = (int.from_bytes(sha256(b"cairn/v1/turn", seed, author)[:8], "little") >> 11) + 0.5
+    stake = stakes.get(author, 0)
+    return stake <= 0, stake <= 0 and author not in recent, -log(drawn / 2**53) / max(1, stake)
+
+
+def header_refusal(
+    header: Signed[UpdateHeader], chain: Chain, policy: RoundPolicy, accepts_size: Callable[[int], bool]
+) -> str | None:
+    """Return why a header can be in no record that follows its parent, which the chain has; None when it can."""
+    body, parent = header.body, header.body.parent
+    if body.round != chain.height(parent):
+        return "it is of another round"
+    if body.windows > policy.max_update_windows:
+        return f"it claims {body.windows} windows: at most {policy.max_update_windows} fit one update"
+    if body.first_window < chain.next_window(header.author, parent):
+        return f"it claims windows from {body.first_window} on, which the chain has accepted already"
+    if (reason := chain.rebase_refusal(header, parent)) is not None:
+        return reason
+    if body.epoch != chain.epoch(parent):
+        return "it is from before the run was rolled back, or from after it"
+    if header.author in chain.directives(parent).banned:
+        return "the run's owner has banned its author"
+    if chain.is_barred(header.author, parent):
+        return "its author is barred after a conviction"
+    if not accepts_size(body.blob_size):
+        return f"a blob of {body.blob_size} bytes is no update of this run"
+    return None
 
 
 class Proposal:
@@ -157,28 +187,11 @@ class RoundState:
 
     def header_refusal(self, header: Signed[UpdateHeader], accepts_size: Callable[[int], bool]) -> str | None:
         """Return why this header can be in no record of this round; None when it can."""
-        body = header.body
-        if body.round != self.number or body.parent != self.parent:
+        if header.body.parent != self.parent:
             return "it is of another round"
-        if body.windows > self.policy.max_update_windows:
-            return f"it claims {body.windows} windows: at most {self.policy.max_update_windows} fit one update"
-        if body.first_window < self.chain.next_window(header.author, self.parent):
-            return f"it claims windows from {body.first_window} on, which the chain has accepted already"
-        if (reason := self.chain.rebase_refusal(header, self.parent)) is not None:
-            return reason
-        if body.epoch != self.epoch:
-            return "it is from before the run was rolled back, or from after it"
-        if header.author in self.chain.directives(self.parent).banned:
-            return "the run's owner has banned its author"
-        if self.chain.is_barred(header.author, self.parent):
-            return "its author is barred after a conviction"
-        if not accepts_size(body.blob_size):
-            return f"a blob of {body.blob_size} bytes is no update of this run"
-        return None
+        return header_refusal(header, self.chain, self.policy, accepts_size)
 
-    def add_header(
-        self, header: Signed[UpdateHeader], now: float, has_room: Callable[[PeerKey], bool], *, listed: bool = False
-    ) -> bool:
+    def add_header(self, header: Signed[UpdateHeader], now: float, rank: Rank, *, listed: bool = False) -> bool:
         """Add a valid header. Return False when its author has one already, or there is no room.
 
         `listed`: it came in a record, not by itself.
@@ -186,15 +199,15 @@ class RoundState:
         author = header.author
         if author in self.headers:
             return False
-        if not has_room(author):
-            strangers = sum(not has_room(a) for a in self.headers)
+        if not any(rank(author)):
+            strangers = sum(not any(rank(a)) for a in self.headers)
             if strangers >= max(MIN_STRANGERS, self.policy.max_members // STRANGER_SHARE):
                 return False
         if len(self.headers) >= self.policy.max_members:
-            spare = [a for a in self.headers if not has_room(a)]
-            if not has_room(author) or not spare:
+            last = self.displaced_by(author, self.headers, rank)
+            if last is None:
                 return False
-            self._forget_header(spare[-1])
+            self._forget_header(last)
         self.headers[author] = header
         self.received_at[author] = now
         if not listed:
@@ -204,6 +217,19 @@ class RoundState:
         self._order = None
         self.count_change()
         return True
+
+    def displaced_by(self, author: PeerKey, held: Iterable[PeerKey], rank: Rank) -> PeerKey | None:
+        """Return whom an author displaces in a full table: the newest of the lowest rank; None if that is not lower.
+
+        Excluded authors have the lowest. `held` are in order of arrival.
+        """
+
+        def claim(key: PeerKey) -> tuple[int, ...]:
+            own, *rest = rank(key)
+            return (own, key not in self.excluded, *rest)
+
+        last = min(reversed(list(held)), key=claim, default=None)
+        return last if last is not None and claim(last) < claim(author) else None
 
     def _forget_header(self, author: PeerKey) -> None:
         del self.headers[author], self.received_at[author]
@@ -334,9 +360,11 @@ class RoundState:
         if record.digest in self.proposals:
             return None
         by_author = [proposal for proposal in self.proposals.values() if proposal.record.author == record.author]
+        bad = any(is_invalid(u.body.blob) for u in record.body.updates)
+        proposal = Proposal(record, now, missing, bad=bad, refused=refused)
         evicted, freed = None, 0
         if len(by_author) >= RECORDS_PER_AUTHOR or len(self.proposals) >= MAX_RECORDS:
-            evicted = self._to_evict(by_author, record)
+            evicted = self._to_evict(by_author, proposal)
             if evicted is None:
                 return None
             freed = len(self.proposals[evicted].record.encoded)
@@ -344,8 +372,6 @@ class RoundState:
             return None
         if evicted is not None:
             self._forget_record(evicted)
-        bad = any(is_invalid(u.body.blob) for u in record.body.updates)
-        proposal = Proposal(record, now, missing, bad=bad, refused=refused)
         for other in by_author:
             if other.record.body.attempt == record.body.attempt and other.record.digest in self.proposals:
                 other.equivocated = proposal.equivocated = True
@@ -354,24 +380,37 @@ class RoundState:
         self.count_change()
         return proposal
 
-    def _to_evict(self, by_author: list[Proposal], record: Signed[RoundRecord]) -> Digest | None:
+    def _to_evict(self, by_author: list[Proposal], proposal: Proposal) -> Digest | None:
         """Return the record to evict for a new one; None when the new one must not come in.
 
-        The same author's oldest goes first. Otherwise the author with the most records loses the one that lists the
-        fewest updates, so a few authors cannot crowd out the current proposer.
+        The same author's oldest goes first. Then one that can get no vote of ours goes, and then that of the author
+        whose turn comes last. An author's second newest counts as if it had half of its stake, and so on. So neither
+        many keys nor many records keep the proposer out whose turn it is: turns are drawn by stake.
         """
         voted = self.last_vote.body.record if self.last_vote is not None else None
-        for proposal in by_author:
-            if proposal.record.digest != voted:
-                return proposal.record.digest
+        for other in by_author:
+            if other.record.digest != voted:
+                return other.record.digest
         kept = (voted, self.proposed.digest if self.proposed is not None else None)
-        counts = Counter(proposal.record.author for proposal in self.proposals.values())
-        others = [proposal for proposal in self.proposals.values() if proposal.record.digest not in kept]
-        if not others:
-            return None
-        weakest = min(others, key=lambda p: (-counts[p.record.author], len(p.record.body.updates), p.seen))
-        better = len(record.body.updates) > len(weakest.record.body.updates)
-        return weakest.record.digest if better or counts[weakest.record.author] > 1 else None
+        newer: Counter[PeerKey] = Counter()
+        last, latest = None, self._eviction_order(proposal, newer)
+        for other in reversed(self.proposals.values()):
+            order = self._eviction_order(other, newer)
+            if order > latest and other.record.digest not in kept:
+                last, latest = other.record.digest, order
+        return last
+
+    def _eviction_order(self, proposal: Proposal, newer: Counter[PeerKey]) -> tuple[bool, bool, bool, float]:
+        """Return the place of a record in the order of eviction, the greatest first; count it as one of its author's.
+
+        `newer`: the author's newer records.
+        """
+        author = proposal.record.author
+        newer[author] += 1
+        is_votable = proposal.record.body.base_state == self.state or self.state is None
+        is_votable = is_votable and not (proposal.bad or proposal.refused or proposal.equivocated)
+        no_stake, not_recent, drawn = _turn_of(author, self._seed, self._stakes, self._recent)
+        return not is_votable or author in self.excluded, no_stake, not_recent, drawn * newer[author]
 
     def _forget_record(self, record: Digest) -> None:
         evicted = self.proposals.pop(record, None)
@@ -392,20 +431,29 @@ class RoundState:
         found = {h.body.blob for h in self.headers.values()}
         return found | {u.body.blob for proposal in self.proposals.values() for u in proposal.record.body.updates}
 
-    def add_vote(self, vote: Signed[Vote], has_room: Callable[[PeerKey], bool]) -> bool:
+    def add_vote(self, vote: Signed[Vote], rank: Rank) -> bool:
         """Add a vote, also for a record that is not here yet. Return False when it is known, or there is no room."""
         mine = self.votes.get(vote.author)
         if mine is None:
-            if vote.author not in self.headers and not has_room(vote.author):
+            if (leaving := self.leaving_for(vote.author, self.votes, rank)) is None:
                 return False
-            if len(self.votes) >= 2 * self.policy.max_members:
-                return False
+            for author in leaving:
+                del self.votes[author]
             mine = self.votes[vote.author] = BoundedDict(VOTES_PER_AUTHOR)
         old = mine.get(vote.body.record)
         if old is not None and old.body.shards_digest == vote.body.shards_digest:
             return False
         mine.renew(vote.body.record, vote)
         return True
+
+    def leaving_for(self, author: PeerKey, held: Collection[PeerKey], rank: Rank) -> list[PeerKey] | None:
+        """Return the authors that leave a table of votes, in order of arrival, for another; None if it has no place."""
+        if author not in self.headers and not any(rank(author)):
+            return None
+        if len(held) < 2 * self.policy.max_members:
+            return []
+        last = self.displaced_by(author, held, rank)
+        return None if last is None else [last]
 
     def votes_for(self, record: Signed[RoundRecord], shards: Digest | None = None) -> list[Signed[Vote]]:
         """Return the votes by its contributors, by ascending key; only those for these shards, if a digest is given."""

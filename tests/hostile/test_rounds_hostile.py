@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from protocol.bounded import BoundedDict
 from protocol.ids import Digest, PeerKey, Round, sha256
-from protocol.messages import RoundRecord, Vote
+from protocol.messages import RoundRecord, Vote, shards_digest
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
 from protocol.rounds.chain_sync import MAX_STRANGER_CLAIMS, ChainSync
 from protocol.rounds.deadlines import Deadlines
 from protocol.rounds.future_messages import MAX_STRANGER_BYTES, FutureMessages
 from protocol.rounds.round_state import MAX_RECORDS, RECORDS_PER_AUTHOR, proposer_order
+from protocol.stake import StakeRule
 from tests.simulation.signer import FakeSigner, certificate
 from tests.support.rounds_bench import ME, OTHERS, POLICY, RUN, Bench
 
@@ -212,3 +214,111 @@ def test_early_headers_make_room_by_what_keys_without_an_admission_sent():
 
 def vote(by: PeerKey):
     return FakeSigner(by).sign(Vote(RUN, Round(1), head("a record")))
+
+
+def staked(*founders: PeerKey, max_members: int) -> Bench:
+    """Return a bench whose founders alone have stake."""
+    return Bench(policy=replace(POLICY, max_members=max_members, stake=StakeRule(12, founders, 10)))
+
+
+def test_keys_without_stake_fill_no_table_of_records_against_the_one_whose_turn_it_is():
+    """Each of 64 free keys proposes one record of them all, which lists more than the honest and never gets a vote."""
+    honest = OTHERS[0]
+    b = staked(ME, honest, max_members=MAX_RECORDS)
+    b.beat(honest)
+    b.announce()
+    real = b.header(honest)
+    b.hold(real)
+    keys = [stranger(i) for i in range(MAX_RECORDS)]
+    headers = [b.header(key, base_state=head("another state")) for key in keys]
+    for key in keys:
+        b.step(ev.MessageReceived(b.record(key, headers)))
+    round_ = b.machine.open_round
+    assert round_ is not None and len(round_.proposals) == MAX_RECORDS
+    first = proposer_order(b.chain.seed(b.chain.genesis), (ME, honest), b.chain.stakes(b.chain.genesis))[0]
+    if first != ME:
+        b.step(ev.MessageReceived(b.record(honest, [b.mine, real])))
+    votes = b.said(Vote)
+    while not votes and b.now < POLICY.patience_seconds:
+        b.step(ev.Tick(), b.machine.next_tick)
+        votes = b.said(Vote)
+    proposed = round_.proposals[votes[0].record].record
+    assert proposed.author == first and set(proposed.body.contributors) == {ME, honest}
+
+
+def test_records_without_a_fault_of_keys_without_stake_leave_before_any_of_one_with_stake():
+    honest = OTHERS[0]
+    b = staked(ME, honest, max_members=MAX_RECORDS)
+    b.announce()
+    for i in range(MAX_RECORDS + 8):
+        b.step(ev.MessageReceived(b.record(stranger(i), [b.header(stranger(i)), b.mine])))
+    record = b.record(honest, [b.mine, b.header(honest)], attempt=3)
+    b.step(ev.MessageReceived(record))
+    for i in range(MAX_RECORDS + 8, 2 * MAX_RECORDS):
+        b.step(ev.MessageReceived(b.record(stranger(i), [b.header(stranger(i)), b.mine])))
+    round_ = b.machine.open_round
+    assert round_ is not None and record.digest in round_.proposals and len(round_.proposals) == MAX_RECORDS
+
+
+def test_members_without_stake_fill_no_table_of_headers_or_votes_against_stake():
+    honest = OTHERS[-1]
+    b = staked(ME, honest, max_members=8)
+    keys = [stranger(i) for i in range(8)]
+    for key in keys:
+        b.beat(key)
+        b.step(ev.MessageReceived(b.header(key)))
+    round_ = b.machine.open_round
+    assert round_ is not None and list(round_.headers) == keys
+    b.step(ev.MessageReceived(b.header(honest)))
+    b.announce()
+    assert list(round_.headers) == [*keys[:6], honest, ME], "the newest make room, also for ours"
+    voters = [*keys, *(stranger(i) for i in range(8, 16))]
+    for key in voters[: 16 - len(round_.votes)]:
+        vote = FakeSigner(key).sign(Vote(RUN, Round(0), head("some record"), shards_digest(())))
+        round_.votes[key] = BoundedDict(1)
+        round_.votes[key].renew(vote.body.record, vote)
+    mine = FakeSigner(honest).sign(Vote(RUN, Round(0), head("another"), shards_digest(())))
+    b.step(ev.MessageReceived(mine))
+    assert honest in round_.votes
+    assert len(round_.votes) == 16
+
+
+def test_an_author_of_two_headers_keeps_no_place_from_another():
+    b = Bench()
+    keys = OTHERS[:8]
+    for key in keys:
+        b.beat(key)
+        b.step(ev.MessageReceived(b.header(key)))
+    b.step(ev.MessageReceived(b.header(keys[3], label=b"second")))
+    b.step(ev.MessageReceived(b.header(OTHERS[9])))
+    round_ = b.machine.open_round
+    assert round_ is not None and keys[3] not in round_.headers and OTHERS[9] in round_.headers
+    b.step(ev.MessageReceived(b.header(keys[3])))
+    assert keys[3] not in round_.headers, "nor does it come back"
+
+
+def test_recorded_heartbeats_bring_no_member_back():
+    """A dead key's stake would count against every record, and each round would wait for patience."""
+    b = Bench()
+    for sequence in (5, 6, 7):
+        b.beat(MEMBER, sequence=sequence)
+    b.step(ev.Tick(), b.now + POLICY.member_seconds + 1)
+    assert not b.machine.summary(b.now).members
+    for sequence in (5, 6, 7):
+        b.beat(MEMBER, sequence=sequence)
+    assert not b.machine.summary(b.now).members
+    b.beat(MEMBER, sequence=8)
+    assert [m.key for m in b.machine.summary(b.now).members] == [MEMBER]
+
+
+def test_a_header_of_another_branch_counts_in_fork_choice():
+    """Else peers with the same records have other heads, and few with stake on both branches keep them apart."""
+    ours, theirs, late = OTHERS[:3]
+    b = staked(ME, ours, theirs, late, max_members=8)
+    tips = [certificate(b.record(key, [b.header(key)]), [key]) for key in (ours, theirs)]
+    for tip in tips:
+        b.chain.add(tip)
+    head_, other = sorted((t.digest for t in tips), key=lambda d: d != b.chain.head)
+    assert b.chain.head == head_
+    b.step(ev.MessageReceived(b.header(late, round=Round(1), parent=other)))
+    assert b.chain.head == other

@@ -386,7 +386,7 @@ def test_of_many_members_a_few_repeat_what_others_said_and_others_each_time(coun
     keys = [PeerKey(sha256(b"m", bytes([i]))) for i in range(count)]
     beat = Heartbeat(RUN, 1, Round(0), RUN, 0, 0, "training", 1.0, 1.0, 0, 0, (), (), b"a", "")
     beats = [FakeSigner(key).sign(beat) for key in keys]
-    views = {key: members.Members(policy_for(count, max_members=count), key, lambda peer: 0) for key in keys}
+    views = {key: members.Members(policy_for(count, max_members=count), key, lambda peer: (0, False)) for key in keys}
     for view in views.values():
         for message in beats:
             view.add_heartbeat(message, 0.0)

@@ -46,9 +46,9 @@ class FakeNode:
 
 
 class Observed:
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, limits: ChainLimits = LIMITS):
         self.made = ChainMaker(SPEC)
-        self.chain = Chain(SPEC.run_id, SPEC.genesis.name, LIMITS)
+        self.chain = Chain(SPEC.run_id, SPEC.genesis.name, limits)
         self.node = FakeNode(folder, self.chain)
         self.archive = Archive(folder / "checkpoints", SPEC)
         (folder / "genesis").write_bytes(b"0")

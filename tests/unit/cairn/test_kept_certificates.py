@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from peer.store import Store
+from protocol.chain import genesis_digest
 from protocol.ids import Round
 from protocol.message_codec import MessageDecoder, encode_certificate
 from protocol.messages import Certificate, Directive, Rollback
 from tests.support.coordinator_fakes import back_to
-from tests.support.observer_world import SPEC, Observed
+from tests.support.observer_world import LIMITS, SPEC, Observed
 
 LAST = 2
 """The last round that the rollback keeps."""
@@ -80,3 +82,20 @@ async def test_a_damaged_one_is_none_and_is_written_again(observer: RolledBack, 
     assert caplog.text.count("the kept certificate of record") == 2
     await o.keep()
     assert o.found() == o.left
+
+
+async def test_a_certificate_older_than_the_tree_is_read_from_the_store(tmp_path: Path):
+    limits = replace(LIMITS, max_records=4)
+    o = Observed(tmp_path, limits)
+    with Store(tmp_path / "store", 10**6) as store:
+        cast(Any, o.node).store = store
+        o.rounds(420, {1: 2})  # the tree keeps a few hundred, whatever its limits say
+        made = o.made.certificates
+        for c in made:
+            store.append_certificate(encode_certificate(c), c.record.body.round, c.digest)
+        root = [c.digest for c in made].index(o.chain.root)
+        assert root >= 2, "rounds 0 and 1 are below the root, which has no certificate in memory"
+        assert [o.view.certificate(c.digest) for c in made[: root + 2]] == made[: root + 2]
+        assert o.view.certificate(genesis_digest(SPEC.run_id)) is None
+        store.drop_certificates(lambda round, _: round == 1)
+        assert o.view.certificate(made[1].digest) is None

@@ -6,6 +6,7 @@ import pytest
 
 from peer.node.peer_table import News, PeerTable
 from protocol.identity import Identity
+from protocol.invite import to_base58
 from protocol.messages import Heartbeat, Signed
 from tests.support.signed import PEERS, heartbeat
 from tests.support.specs import identity
@@ -76,17 +77,38 @@ def test_goodbyes_of_the_unknown_are_not_remembered():
     assert d.note_heartbeat(member(1, 1), 0.0) is News.NEW_PEER
 
 
+def at(host: str, peer: int) -> str:
+    return f"/ip4/{host}/tcp/1/p2p/{to_base58(PEERS[peer].key.libp2p_id)}"
+
+
 def test_addresses_are_those_heard_of_last_first_each_once():
     d = directory()
-    d.note_heartbeat(member(1, addresses=("/ip4/1.1.1.1/tcp/1", "/ip4/2.2.2.2/tcp/1")), 1.0)
-    d.note_heartbeat(member(2, addresses=("/ip4/3.3.3.3/tcp/1", "/ip4/1.1.1.1/tcp/1")), 2.0)
-    assert d.addresses() == ["/ip4/3.3.3.3/tcp/1", "/ip4/1.1.1.1/tcp/1", "/ip4/2.2.2.2/tcp/1"]
+    d.note_heartbeat(member(1, addresses=(at("1.1.1.1", 1), at("2.2.2.2", 1), at("1.1.1.1", 1))), 1.0)
+    d.note_heartbeat(member(2, addresses=(at("3.3.3.3", 2),)), 2.0)
+    assert d.addresses() == [at("3.3.3.3", 2), at("1.1.1.1", 1), at("2.2.2.2", 1)]
 
 
 def test_strangers_addresses_are_nothing_to_enter_by():
     d = directory()
-    d.note_heartbeat(heartbeat(PEERS[1], admission=b"", addresses=("/ip4/1.1.1.1/tcp/1",)), 1.0)
+    d.note_heartbeat(heartbeat(PEERS[1], admission=b"", addresses=(at("1.1.1.1", 1),)), 1.0)
     assert d.addresses() == []
+
+
+@pytest.mark.parametrize("bad", ["x", "/dns4/b\u00fccher.example/tcp/1", "/ip4/1.1.1.1/tcp/1", at("1.1.1.1", 2)])
+def test_an_address_that_does_not_name_its_member_goes_into_no_invite(bad: str):
+    """One that no invite can name ended the coordinator, and one of somebody else has everybody dial it."""
+    d = directory()
+    d.note_heartbeat(member(1, addresses=(bad, at("2.2.2.2", 1))), 1.0)
+    assert d.addresses() == [at("2.2.2.2", 1)]
+
+
+def test_recorded_heartbeats_bring_no_silent_member_back():
+    d = directory()
+    for sequence in (5, 6):
+        d.note_heartbeat(member(1, sequence), 0.0)
+    assert d.forget_silent(61.0) == [PEERS[1].key]
+    assert [d.note_heartbeat(member(1, s), 62.0) for s in (5, 6)] == [News.NONE, News.NONE]
+    assert d.note_heartbeat(member(1, 7), 63.0) is News.NEW_PEER
 
 
 @pytest.mark.parametrize("seconds, left", [(59.0, 1), (61.0, 0)])

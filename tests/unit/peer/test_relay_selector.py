@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peer.node.message_relay import RELAYS, RelaySelector
+from peer.node.message_relay import RELAYS, SEARCHED, RelaySelector
 from peer.node.peer_table import PeerTable
-from protocol.ids import PeerKey, short_id
+from protocol.ids import PeerKey, sha256, short_id
 from protocol.messages import Heartbeat, Signed
 from tests.support.signed import PEERS, heartbeat
 
@@ -61,6 +64,31 @@ def test_strangers_neither_relay_nor_are_relayed_nor_ask_for_it():
     assert relaying.cut_off_from(KEYS[0]) == [KEYS[1]]
     assert relaying.relays(KEYS[0], KEYS[1]) == []  # all who receive from both are strangers
     assert relaying.cut_off_from(KEYS[2]) == [] == relaying.relays(KEYS[2], KEYS[1])
+
+
+@pytest.mark.parametrize("heard", [0, 1, 60])
+def test_members_that_name_nearly_everybody_as_unreachable_cost_few_looks(monkeypatch, heard: int):
+    """Else 40 of them among 256 would take each event loop more time than there is."""
+    keys = [PeerKey(sha256(bytes([i]))) for i in range(120)]
+    liars, honest = keys[:20], keys[20:]
+    made = heartbeat(PEERS[0])
+    names = tuple(short_id(k) for k in honest[heard:])
+    said = {k: replace(made, author=k) for k in honest}
+    said |= {k: replace(made, author=k, body=replace(made.body, unreachable=names)) for k in liars}
+    looks = 0
+
+    def connects(self: RelaySelector, key: PeerKey, author: PeerKey, to: PeerKey) -> bool:
+        nonlocal looks
+        looks += 1
+        return False
+
+    monkeypatch.setattr(RelaySelector, "connects", connects)
+    relaying = RelaySelector(said)
+    for author in honest:
+        assert {k for k in relaying.cut_off_from(author)} <= set(liars)
+        for to in relaying.cut_off_from(author):
+            relaying.relays(author, to)
+    assert looks <= len(honest) * len(liars) * SEARCHED < len(honest) * len(liars) * len(keys)
 
 
 def test_a_member_is_unheard_when_only_others_tell_of_it_and_no_more_once_it_speaks_itself():

@@ -286,6 +286,17 @@ def test_memory_is_bounded_and_what_is_left_still_answers():
     assert later[-1].record.digest == chain.head
 
 
+def test_histories_of_all_authors_count_as_memory(monkeypatch):
+    """Keys without end make them grow."""
+    monkeypatch.setattr("protocol.record_node.HISTORY_BYTES", 10**6)
+    chain = new(max_records=1000, min_main_records=20, max_bytes=3 * 10**6)
+    made = line(chain, chain.genesis, 0, 300, 0)
+    assert len(chain) <= 4 * 32 and chain.head == made[-1].digest
+    tip = make(made[-5].digest, 296, {1: (0, 1)})
+    chain.add(tip)
+    assert tip.digest in chain and chain.next_window(KEYS[0], chain.head) == 300
+
+
 def header_of(chain: Chain, who: int, parent: Digest, windows: int) -> Signed[UpdateHeader]:
     """Return a header that its author sends by itself."""
     first, blob = chain.next_window(KEYS[who], parent), Digest(sha256(b"alone", KEYS[who], parent))

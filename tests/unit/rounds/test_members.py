@@ -19,8 +19,8 @@ TOP = POLICY.max_members
 WORKERS = frozenset(OTHERS[:12])
 """More peers with accepted work than places."""
 
-STAKED = frozenset(OTHERS[8:20])
-"""As many with stake; some of them have no accepted work, as founders."""
+STAKED = OTHERS[8:20]
+"""As many with stake, each with more than the one before; some of them have no accepted work, as founders."""
 
 
 def heartbeat(key: PeerKey, sequence: int):
@@ -30,10 +30,10 @@ def heartbeat(key: PeerKey, sequence: int):
 
 @given(st.lists(st.sampled_from(OTHERS), max_size=120), st.frozensets(st.sampled_from(sorted(WORKERS)), max_size=TOP))
 def test_accepted_work_gets_a_place_and_keeps_it_from_keys_without(authors: list[PeerKey], last: frozenset[PeerKey]):
-    def rank(key: PeerKey) -> int:
-        return 3 if key in last else 2 if key in STAKED else key in WORKERS
+    def rank(key: PeerKey) -> tuple[int, bool, bool]:
+        return STAKED.index(key) + 1 if key in STAKED else 0, key in last, key in WORKERS
 
-    members = Members(POLICY, ME, lambda key: 2 if key in STAKED else int(key in WORKERS))
+    members = Members(POLICY, ME, lambda key: (rank(key)[0], key in WORKERS))
     members.note_contributors(last)
     for sequence, author in enumerate(authors):
         before = {m.key for m in members}

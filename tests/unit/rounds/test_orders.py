@@ -8,7 +8,7 @@ import pytest
 
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey, Round, sha256
-from protocol.messages import Certificate, Directive, Heartbeat, Rollback, RoundChanges, RoundRecord
+from protocol.messages import Certificate, Directive, Heartbeat, Rollback, RoundChanges, RoundRecord, UpdateHeader
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
 from protocol.rounds.machine import RoundMachine
@@ -203,3 +203,29 @@ def test_who_cannot_follow_a_rollback_because_it_goes_too_far_back_trains_no_mor
     for c in made[:2]:
         again.add(c)
     assert not again.is_rolled_back_past_root and again.head == made[1].digest
+
+
+def test_the_update_announced_in_a_round_stands_when_the_head_is_back_at_its_parent():
+    """A second one would be equivocation, for which an honest peer would be left out."""
+    b = Bench()
+    liars = OTHERS[:3]
+    for key in liars:
+        b.beat(key)
+    b.announce()
+    mine, theirs = b.mine, [b.header(key) for key in liars]
+    b.hold(*theirs)
+    gone = certificate(b.record(liars[0], theirs), liars)
+    b.step(ev.CertificateReceived(gone, liars[0]))
+    for key in liars:
+        b.beat(key, sequence=2, head=gone.digest)
+    b.step(ev.Tick(), b.now + POLICY.patience_seconds + 1)
+    assert b.chain.head == gone.digest
+    b.step(ev.StateReached(gone.digest, NEXT))
+    b.step(ev.MessageReceived(directive(1, banned=liars)))
+    assert b.chain.head == b.chain.genesis
+    b.step(ev.StateReached(b.chain.genesis, STATE))
+    assert b.mine == mine
+    b.step(ev.TrainingProgress(25, 1.0, 1.0))
+    assert not b.of(do.RequestUpdate)
+    b.step(ev.Tick(), b.now + POLICY.max_seconds)
+    assert {h.blob for h in b.said(UpdateHeader)} <= {mine.body.blob}
