@@ -10,11 +10,15 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo demo-finetune test test-page test-long test-wan fuzz lint format simulate stubs vectors clean
 
+# An environment without pip is what a failed or stopped `venv` leaves: it is made anew.
 $(STAMP): pyproject.toml setup.py
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	-@$(BIN)/python -m pip uninstall --quiet --yes cairn 2>/dev/null  # its name before
 	-@$(BIN)/python -m pip install --quiet 'pip>=26,<27'  # Python 3.11's own takes twice as long to resolve
-	$(BIN)/python -m pip install --quiet --no-compile --editable '.[test]'
+	@echo "installing Cairn into $(VENV), with all that its tests need"
+	@$(BIN)/python -m pip install --quiet --no-compile --editable '.[test]' || { \
+	  echo "not installed, for the reason above: mend it and run make again." \
+	    "For another Python: make clean, then make PYTHON=python3.11" >&2; exit 1; }
 	@touch $@
 
 clean:

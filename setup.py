@@ -5,6 +5,8 @@ another package's, and pip writes the files of one over those of the other. In a
 `cairn/__init__.py` says where they are.
 """
 
+import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -22,8 +24,16 @@ def folders(*names: str) -> list[str]:
 if sys.platform == "win32":  # or pip fails later, at a dependency, with that one's words
     sys.exit("Cairn does not run on Windows, nor does libp2p's daemon: install it in WSL2 (`wsl --install`)")
 
+HERE = Path(__file__).resolve().parent
+left = [p for kind in ("build", "build/*", "*.egg-info") for p in HERE.glob(kind) if not os.access(p, os.W_OK)]
+if left:
+    sys.exit(
+        f"{left[0]} is another user's, such as root's after `sudo pip install`, and has to be replaced. Remove it: "
+        f"sudo rm -rf {shlex.join(map(str, left))}"
+    )
 # Files that a build before this one left there, and that are gone from the sources, would be in the wheel.
-shutil.rmtree(Path(__file__).parent / "build" / "lib", ignore_errors=True)
+if (HERE / "build" / "lib").exists():
+    shutil.rmtree(HERE / "build" / "lib")
 
 setup(
     packages=[*folders("cairn"), *(f"cairn.packages.{name}" for name in folders(*INSIDE))],

@@ -226,7 +226,11 @@ def lines(run: ListedRun) -> list[str]:
 
 
 def as_json(run: ListedRun) -> dict[str, Any]:
-    """Return a run as the JSON of `cairn runs --json` (docs/command_line.md)."""
+    """Return a run as an object of `cairn runs --json`.
+
+    `data_bytes` are of all training data, `fetched_bytes` what a peer fetches, `memory_bytes` what a GPU needs, about.
+    `base_parameters` are frozen, `packages` needed beside the usual ones, `loss` 0 while there is none.
+    """
     spec, adapter = run.spec, run.spec.model.adapter
     return {
         "name": spec.name,

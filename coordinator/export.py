@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -113,9 +114,19 @@ def new_folder(out: Path, size: int, *, force: bool) -> Iterator[Path]:
     Raises ExportError for a folder that may not be written to (without `force`: with a model in it), and for the disk.
     """
     _check_out(out, force)
-    draft = out.with_name(f".{out.name}.partial")  # one name, so that the next export takes away what a kill left
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(out):
+            _check_out(out, force)  # another export may have ended since
+            yield from _filled(out, size)
+    except OSError as e:
+        raise ExportError(_disk_error(e, out)) from None
+
+
+def _filled(out: Path, size: int) -> Iterator[Path]:
+    """Yield a draft to be filled, and give it its name. Raises ExportError, and OSError."""
+    draft = out.with_name(f".{out.name}.partial")  # one name, so that the next export takes away what a kill left
+    try:
         shutil.rmtree(draft, ignore_errors=True)
         free = shutil.disk_usage(out.parent).free
         if free < size + SPARE:
@@ -129,10 +140,26 @@ def new_folder(out: Path, size: int, *, force: bool) -> Iterator[Path]:
             durable.sync(file)
         durable.sync(draft)
         _put_in_place(draft, out)
-    except OSError as e:
-        raise ExportError(_disk_error(e, out)) from None
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """Lock a file beside a folder, so that one export at a time writes there. Raises ExportError, and OSError."""
+    path = out.with_name(f".{out.name}.lock")
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_held = os.path.samestat(os.fstat(file.fileno()), path.stat())
+        except (BlockingIOError, FileNotFoundError):
+            is_held = False
+        if not is_held:
+            raise ExportError(f"{out}: another export writes there: wait for its end, or name another folder")
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def write_texts(folder: Path, texts: Mapping[str, str]) -> None:

@@ -38,7 +38,12 @@ if [ -e "$unit" ]; then
     trap '[ $? = 0 ] || systemctl start cairn-peer' EXIT # after a failure that peer goes on
 fi
 [ -x /opt/cairn/bin/pip ] || python3 -m venv /opt/cairn
-/opt/cairn/bin/pip install --no-cache-dir "$source"
+installed=0
+/opt/cairn/bin/pip install --no-cache-dir "$source" || installed=$?
+for built in "$source"/build "$source"/*.egg-info; do # they are the clone's owner's, who may build there, too
+    [ ! -e "$built" ] || chown -R --reference="$source" "$built"
+done
+[ "$installed" = 0 ] || fail "not installed, because of pip's error above: do what it says, then run this again"
 
 # It keeps nothing, and looks at the disk and the settings that the service will have.
 printf '%s\n' "$invite" | CAIRN_HOME=/var/lib/cairn /opt/cairn/bin/cairn peer doctor - ||

@@ -423,7 +423,8 @@ def open_run(path: Path, home: Path) -> OwnedRun:
     from peer.keyfile import load
     from protocol.spec import open_spec
 
-    folder = path if path.is_dir() else coordinator_folder(home, load_run(path).run.name)
+    name = None if path.is_dir() else load_run(path).run.name
+    folder = path if name is None else coordinator_folder(home, name)
     try:
         owner = load(folder / "owner.key", RESTORE_OWNER)
         invite = Invite.parse((folder / "invite").read_text().strip())
@@ -434,6 +435,8 @@ def open_run(path: Path, home: Path) -> OwnedRun:
             f"{folder} is not the folder of a run that was served from here: {missing} is not there. Name the run's "
             "folder (`cairn coordinator serve` prints it), or its run.toml, with --home where that is not the usual one"
         ) from None
+    if name not in (None, spec.name):
+        raise CairnError(f"{folder} is of the run {spec.name!r}, not of {name!r} in {path}: name its own run.toml")
     if spec.owner_key != owner.key:
         raise CairnError(f"the key {folder / 'owner.key'} is not the key of this run's owner")
     return OwnedRun(folder, owner, spec, invite)

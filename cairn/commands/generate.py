@@ -21,7 +21,13 @@ if TYPE_CHECKING:
 @click.option("--prompt", required=True, help="The beginning of the text; in chat, your message.")
 @click.option("--tokens", type=click.IntRange(1, 100_000), default=100, show_default=True, help="How much to write.")
 @click.option("--temperature", type=click.FloatRange(0, 10), default=0.8, show_default=True, help="0: the likeliest.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Another one gives another text.")
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**63 - 1),
+    default=0,
+    show_default=True,
+    help="Another one gives another text.",
+)
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, though the model learnt to answer in chat.")
 @device_option("cpu")
 def generate(checkpoint: Path, **options: Any) -> None:
@@ -52,7 +58,7 @@ def generate_text(
     """Return the prompt and its continuation; of a model with a chat template its answer alone, unless `raw`.
 
     With `temperature` 0 each token is the likeliest. Raises CairnError when there is no checkpoint, the prompt is
-    empty, or there is no such device.
+    empty, the text is too long for the model, or there is no such device.
     """
     from cairn.checkpoints import find_checkpoint
     from coordinator.authoring.tokens import open_tokenizer

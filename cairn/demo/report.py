@@ -28,7 +28,8 @@ def judge(spec: RunSpec, shards: list[Path], before: Path, after: Path, prompt: 
     from coordinator.checkpoints.evaluation import load_archived, measure
 
     losses = [measure(load_archived(f), spec.data, shards, max_windows=256).loss for f in (before, after)]
-    texts = [generate_text(f, prompt, tokens=60, temperature=0.7, seed=1) for f in (before, after)]
+    tokens = min(60, spec.data.window // 2)  # a model may read no more than a window
+    texts = [generate_text(f, prompt, tokens=tokens, temperature=0.7, seed=1) for f in (before, after)]
     return Judged(losses[0], losses[1], texts[0], texts[1])
 
 

@@ -23,7 +23,8 @@ from cairn.demo.audited_run import write_audited_run
 from cairn.demo.processes import Process, serve, stop_all, wait_for_file
 from cairn.demo.report import Judged, LossPoint, judge, loss_curve, plot
 from cairn.demo.screen import DemoScreen
-from coordinator.authoring.runfile import load_run
+from coordinator.authoring.prepare import load_prepared
+from coordinator.authoring.runfile import RunFile, load_run
 from coordinator.checkpoints.archive import Archive, ArchivedState
 from peer.coordinator_client import CoordinatorClient, CoordinatorUnreachable, SwarmStatus
 from peer.keyfile import load_or_make
@@ -98,9 +99,10 @@ def run_demo(folder: Path, run_file: Path | None, *, plain: bool, liars: int = 0
     It is 0 if the loss fell by the margin, all digests agree, and of `liars` liars each was convicted.
     """
     run_file = run_file or RUN_FILE
-    load_run(run_file)  # says what is wrong with it, before anything starts
+    run = load_run(run_file)  # says what is wrong with it, before anything starts
     if any(path.resolve().is_relative_to(folder.resolve()) for path in (run_file, run_file.parent)):
         raise CairnError(f"{run_file} is in {folder}, which the demo empties: move it, or name another with --folder")
+    _check_run(run, has_end=bool(liars))
     lock = clear_folder(folder)
     screen = DemoScreen(live=not plain and sys.stdout.isatty())
     processes: list[Process] = []
@@ -112,10 +114,26 @@ def run_demo(folder: Path, run_file: Path | None, *, plain: bool, liars: int = 0
         demo.liars = tuple(LIARS)[:liars]
         with screen.showing(demo.page):
             asyncio.run(_watch(demo, processes))
-        return _conclude(demo)
+        return _conclude(demo, run.prepared)
     finally:
         stop_all(processes)
         os.close(lock)
+
+
+def _check_run(run: RunFile, *, has_end: bool) -> None:
+    """Raise CairnError for a run that ends never, unless it `has_end` by now, or without text to judge it by."""
+    if not run.run.total_tokens and not has_end:
+        raise CairnError(f"{run.path}: run.total_tokens: the demo waits for the run's end: write more than 0")
+    data = run.data
+    if run.prepared is not None:
+        is_judged = bool(load_prepared(run.prepared).manifest.validation.shards)
+    else:
+        is_judged = bool(data.validation_every or data.validation)
+    if not is_judged:
+        raise CairnError(
+            f"{run.path}: data: the demo judges the model by held-out documents: write for example validation_every = "
+            "12, or prepare the data with --validation-every 12"
+        )
 
 
 def clear_folder(folder: Path) -> int:
@@ -291,12 +309,12 @@ async def _wait_for_archive(demo: Demo, end: float) -> None:
         await asyncio.sleep(0.5)
 
 
-def _conclude(demo: Demo) -> int:
-    """Evaluate the model, print the results, and check the demo's promises."""
+def _conclude(demo: Demo, prepared: Path | None) -> int:
+    """Evaluate the model, print the results, and check the demo's promises. `prepared`: the folder of given data."""
     say = demo.screen.say
     say("training is over; evaluating the model on held-out text")
     archived = _archive(demo)
-    data = coordinator_folder(demo.folder / "coordinator", demo.spec.name) / "run" / "data"
+    data = prepared or coordinator_folder(demo.folder / "coordinator", demo.spec.name) / "run" / "data"
     shards = [data / f"{s.digest}.tokens" for s in demo.spec.data.validation]
     judged = judge(demo.spec, shards, archived[0].folder, archived[-1].folder, PROMPT)
     picture = demo.folder / "loss.png"

@@ -27,6 +27,9 @@ MAX_LINE = 256 * 1024 * 1024
 SEGMENT = 256 * 1024
 """Maximum characters of a segment."""
 
+REMOTE = ("aiohttp", "azure", "botocore", "fsspec", "gcsfs", "httpx")
+"""The libraries whose errors are a server's: some are an OSError, and others are not."""
+
 NAME_FIELD = "name the one that holds the text with --field, in a run.toml as data.field"
 
 _KINDS = {list: "a list", dict: "an object", bool: "true or false", type(None): "null", str: "text"}
@@ -119,11 +122,12 @@ def find_sources(inputs: Sequence[str], base: Path) -> list[DocumentFile]:
     found: dict[str, DocumentFile] = {}
     for given in inputs:
         address = given if "://" in given else str(base / Path(given).expanduser())
-        try:
-            fs, path = fsspec.core.url_to_fs(address)
-            folder, paths = _matches(fs, path, given)
-        except (OSError, ValueError, ImportError) as e:
-            raise DataInputError(f"{given}: {e}") from None
+        with _server_errors(given):
+            try:
+                fs, path = fsspec.core.url_to_fs(address)
+                folder, paths = _matches(fs, path, given)
+            except (OSError, ValueError, ImportError) as e:
+                raise DataInputError(f"{given}: {e}") from None
         for p in paths:
             name = os.path.relpath(p, folder).replace(os.sep, "/") if folder else p.rsplit("/", 1)[-1]
             source = DocumentFile(fs, p, name)
@@ -177,10 +181,23 @@ def read_rows(source: DocumentFile, columns: Sequence[str]) -> Iterator[Document
 
 
 @contextmanager
+def _server_errors(name: str) -> Iterator[None]:
+    """Raise what a server's failure raises as DataInputError with this name."""
+    try:
+        yield
+    except Exception as e:
+        if isinstance(e, TimeoutError) or type(e).__module__.partition(".")[0] in REMOTE:
+            why = " ".join(str(e).split()) or type(e).__name__
+            raise DataInputError(f"{name}: its server failed: {why}: try again, or leave it out") from None
+        raise
+
+
+@contextmanager
 def _named_errors(source: DocumentFile) -> Iterator[None]:
     """Raise what reading a file raises as DataInputError with its name."""
     try:
-        yield
+        with _server_errors(source.name):
+            yield
     except UnicodeDecodeError as e:
         raise _not_text(source.name, e) from None
     except Exception as e:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import itertools
 import json
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,7 +34,11 @@ from protocol.spec import BlobRef, ChatSpec, DataShard, Section, explain
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
+LOCK = ".lock"
+"""The file that is locked; a folder that has it was prepared, or begun to be."""
+
 SHARD_TOKENS = 2**26
+_SHARD_FILE = re.compile(r"[0-9a-f]{64}\.(tokens|leaves)")
 
 
 class SourceRef(Section):
@@ -234,6 +239,11 @@ def prepare(
     sources = [SourceRef(name=s.name, fingerprint=s.fingerprint(), split="train") for s in train]
     sources += [SourceRef(name=s.name, fingerprint=s.fingerprint(), split="validation") for s in held_out]
     sources += [SourceRef(name=s.name, fingerprint=s.fingerprint(), split="mix") for part in mixed for s in part]
+    was_begun = (out / LOCK).exists()
+    if not was_begun and not (out / MANIFEST).exists() and (strange := _shard_files(out)):
+        raise DataInputError(
+            f"{out} has {strange[0].name}, but no {MANIFEST}: choose another folder, or empty this one"
+        )
     with _locked(out):
         if (out / MANIFEST).exists():
             there = load_prepared(out)
@@ -246,17 +256,23 @@ def prepare(
                     "this one"
                 )
             _clear(out)
+        elif was_begun:
+            _clear(out)  # after a kill
         for draft in (*out.glob(f"{PARTIAL}*"), *out.glob(".*.leaves.*"), *out.glob(".*.json.*")):
             draft.unlink()
         run = given
         if run is None:
             report(f"training a tokenizer of {vocabulary} tokens")
             run = tokens.train((p for p, held_out in _documents(train, settings) if not held_out), vocabulary or 0)
-        if conversations is None or tokenizer is None:
-            manifest = _write(out, run, train, held_out, settings, sources, report)
-        else:
-            marked = _MarkedWriter(out, run, template, tokenizer, settings, conversations)
-            manifest = marked.write(train, held_out, mixed, sources, report)
+        try:
+            if conversations is None or tokenizer is None:
+                manifest = _write(out, run, train, held_out, settings, sources, report)
+            else:
+                marked = _MarkedWriter(out, run, template, tokenizer, settings, conversations)
+                manifest = marked.write(train, held_out, mixed, sources, report)
+        except BaseException:
+            _clear(out)  # the owner might publish its shards
+            raise
         durable.replace(out / TOKENIZER, run.file)
         durable.replace(out / MANIFEST, manifest.model_dump_json(indent=1).encode())
     return Prepared(out, manifest)
@@ -515,11 +531,14 @@ def _differences(there: Manifest, settings: PrepareSettings, sources: list[Sourc
 
 
 def _clear(folder: Path) -> None:
-    """Remove the files that `prepare` wrote into a folder, the manifest first."""
-    (folder / MANIFEST).unlink()
-    for pattern in ("*.tokens", "*.leaves", TOKENIZER):
-        for path in folder.glob(pattern):
-            path.unlink()
+    """Remove the manifest and the shards that `prepare` wrote into a folder, the manifest first."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    for path in _shard_files(folder):
+        path.unlink()
+
+
+def _shard_files(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("*.*") if _SHARD_FILE.fullmatch(path.name)]
 
 
 @contextmanager
@@ -527,7 +546,7 @@ def _locked(folder: Path) -> Iterator[None]:
     """Make a folder and lock it for this process. Raises DataInputError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".lock").open("w")
+        file = (folder / LOCK).open("w")
     except OSError as e:
         raise DataInputError(f"{folder}: cannot be written to: {os_reason(e)}") from None
     with file:

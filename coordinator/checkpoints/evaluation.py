@@ -172,10 +172,17 @@ def continue_prompt(
 ) -> list[int]:
     """Return the prompt and `tokens` tokens that the model adds, or fewer if it adds one of `ends`.
 
-    `temperature` 0 is greedy. Settings that came with the model are not used.
+    `temperature` 0 is greedy. Settings that came with the model are not used. Raises CoordinatorError for more tokens
+    than the model can read.
     """
     from transformers.generation.configuration_utils import GenerationConfig
 
+    most = _positions(model)
+    if most is not None and len(prompt) + tokens - 1 > most:  # the last token is not read
+        remedy = "shorten the prompt" if len(prompt) > most else f"give --tokens {most + 1 - len(prompt)} or fewer"
+        raise CoordinatorError(
+            f"this model reads {most} tokens at most; the prompt has {len(prompt)}, with {tokens} to follow: {remedy}"
+        )
     torch.manual_seed(seed)
     model.generation_config = GenerationConfig()  # type: ignore[assignment]
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 50} if temperature > 0 else {"do_sample": False}
@@ -190,6 +197,14 @@ def continue_prompt(
             **sampling,
         )
     return out[0].tolist()
+
+
+def _positions(model: torch.nn.Module) -> int | None:
+    """Return the most tokens that a model with a table of positions reads; None for one that computes positions."""
+    names = (name.removesuffix(".weight") for name, _ in (*model.named_parameters(), *model.named_buffers()))
+    if not any(name.endswith((".wpe", ".embed_positions")) for name in names):
+        return None
+    return getattr(getattr(model, "config", None), "max_position_embeddings", None)
 
 
 def _vocabulary(model: torch.nn.Module) -> int:

@@ -252,6 +252,31 @@ def test_a_mistake_with_a_run_that_has_begun(served: Path, arguments: tuple[str,
 
 
 @pytest.mark.parametrize(
+    ("data", "total_tokens", "remedy"),
+    [
+        ('source = "text.txt"\nvocabulary = 300\nvalidation_every = 9', 0, "run.total_tokens: the demo waits for"),
+        ('source = "text.txt"\nvocabulary = 300', 2_000, "write for example validation_every = 12, or prepare"),
+        ('prepared = "out"', 2_000, "write for example validation_every = 12, or prepare the data with"),
+    ],
+)
+def test_a_run_that_the_demo_cannot_show_is_refused_before_it_begins(
+    folder: Path, data: str, total_tokens: int, remedy: str
+):
+    assert cairn(*PREPARE, "text.txt", *OUT).returncode == 0
+    text = TINY_RUN.replace('source = "text.txt"\nvocabulary = 300', data).replace("2_000", str(total_tokens))
+    (folder / "run.toml").write_text(f'{text}\n[inner.schedule]\nkind = "constant"\n')
+    mistaken(ERROR, ("demo", "--folder", "shown", "--run-file", "run.toml"), remedy)
+    assert not (folder / "shown").exists()
+
+
+def test_a_run_file_gives_no_orders_to_another_run_in_the_folder_of_its_name(served: Path, folder: Path):
+    """As "my run" and "my_run" have one folder."""
+    served.rename(served.with_name("my_run"))
+    (folder / "my_run.toml").write_text(TINY_RUN.replace('"tiny"', '"my_run"'))
+    mistaken(ERROR, ("run", "end", "my_run.toml"), "is of the run 'tiny', not of 'my_run' in my_run.toml: name its own")
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         ("run", "validate"), ("coordinator", "serve"), ("coordinator", "test-alert"), ("account", "new", "--home"),

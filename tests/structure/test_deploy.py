@@ -246,6 +246,7 @@ class BareMachine:
         "apt-get": 'for name in "$@"; do touch {root}/$name; done',
         "python3": "mkdir -p $3/bin; cp {root}/bin/pip {root}/bin/cairn $3/bin",
         "pip": "",
+        "chown": "",
         "cairn": "cat > {root}/asked; echo $CAIRN_HOME >> {root}/asked",
         "systemctl": "",
         "sleep": "",
@@ -332,6 +333,16 @@ def test_nothing_joins_after_a_step_that_failed(machine: BareMachine, fails: str
     assert done.returncode == 1 and not [step for step in machine.steps() if step.startswith("systemctl")]
     assert not (machine.root / "etc/cairn/invite").exists()
     assert ("not joined" in done.stderr) is (fails == "cairn"), "the doctor's line has the remedy"
+
+
+@pytest.mark.parametrize("fails", ["", "pip"])
+def test_what_pip_built_in_the_clone_is_not_left_to_root(machine: BareMachine, fails: str):
+    for left in ("build", "cairn.egg-info"):
+        (machine.clone / left).mkdir()
+    done = machine.start("cairn1:first", FAILS=fails)
+    assert ("pip's error above: do what it says" in done.stderr) is bool(fails)
+    after = machine.steps()[machine.steps().index("pip install --no-cache-dir /clone") + 1 :]
+    assert after[:2] == [f"chown -R --reference=/clone /clone/{left}" for left in ("build", "cairn.egg-info")]
 
 
 @pytest.mark.parametrize("fails", ["pip", "cairn"])

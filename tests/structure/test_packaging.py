@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -60,6 +62,19 @@ def test_on_windows_the_install_says_where_cairn_runs(monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "argv", ["setup.py", "--version"])
     with pytest.raises(SystemExit, match="does not run on Windows.*WSL2"):
         runpy.run_path(str(ROOT / "setup.py"))
+
+
+@pytest.mark.parametrize("left", ["build", "build/lib", "cairn_swarm.egg-info"])
+def test_what_another_user_built_is_named_with_the_command_that_removes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: str
+):
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    (tmp_path / left).mkdir(parents=True)
+    monkeypatch.setattr(os, "access", lambda path, _: path != tmp_path / left)
+    monkeypatch.setattr(sys, "argv", ["setup.py", "--version"])
+    with pytest.raises(SystemExit, match=f"^{tmp_path / left} is another user's.*sudo rm -rf {tmp_path / left}$"):
+        runpy.run_path(str(tmp_path / "setup.py"))
+    assert (tmp_path / left).exists()
 
 
 def test_remedies_name_packages_and_not_a_distribution_that_is_on_no_index():

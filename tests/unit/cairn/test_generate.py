@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from click.testing import CliRunner
 
 from cairn.commands import generate
 from cairn.main import main
 from coordinator.checkpoints.evaluation import continue_prompt
+from protocol.errors import CairnError
 from protocol.model import build_model, plain_config
 
 
@@ -25,6 +27,38 @@ def test_the_settings_that_came_with_a_model_change_no_text():
         model.generation_config.repetition_penalty = penalty
         texts.append(continue_prompt(model.eval(), [5, 6, 7], tokens=12, temperature=0, seed=0))
     assert texts[0] == texts[1]
+
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+GPT2 = {"model_type": "gpt2", "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
+OPT = {"model_type": "opt", "max_position_embeddings": 16, "ffn_dim": 16, "word_embed_proj_dim": 16} | SIZES
+GPTJ = GPT2 | {"model_type": "gptj", "rotary_dim": 4}
+LLAMA = {"model_type": "llama", "max_position_embeddings": 16, "intermediate_size": 16} | SIZES
+
+
+def _model(config):
+    special = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0}
+    return build_model(plain_config(config | special)).eval()
+
+
+@pytest.mark.parametrize("config", [GPT2, OPT, GPTJ])
+def test_a_model_with_a_table_of_positions_writes_no_more_than_it_has(config):
+    model, prompt = _model(config), [5, 6, 7, 8]
+    assert len(continue_prompt(model, prompt, tokens=13, temperature=0, seed=0)) == 17
+    with pytest.raises(CairnError, match="reads 16 tokens at most.*: give --tokens 13 or fewer$"):
+        continue_prompt(model, prompt, tokens=14, temperature=0, seed=0)
+    with pytest.raises(CairnError, match="shorten the prompt$"):
+        continue_prompt(model, [5] * 17, tokens=1, temperature=0, seed=0)
+
+
+def test_a_model_that_computes_positions_goes_on_beyond_its_training():
+    assert len(continue_prompt(_model(LLAMA), [5, 6, 7, 8], tokens=20, temperature=0, seed=0)) == 24
+
+
+@pytest.mark.parametrize("seed", ["99999999999999999999", "-1"])
+def test_a_seed_that_no_generator_takes_is_refused(tmp_path, seed: str):
+    done = CliRunner().invoke(main, ["generate", str(tmp_path), "--prompt", "hello", "--seed", seed])
+    assert done.exit_code == 2 and "'--seed'" in done.output
 
 
 def test_a_gpu_without_the_memory_is_an_error_with_a_remedy(tmp_path, monkeypatch):

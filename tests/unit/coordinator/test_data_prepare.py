@@ -6,9 +6,12 @@ import gzip
 import json
 import lzma
 import os
+import shutil
 import subprocess
 import sys
+import threading
 import tracemalloc
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -146,6 +149,35 @@ def test_a_crash_in_the_middle_leaves_nothing_that_counts_and_the_next_try_succe
     made = prepare([str(path)], out, vocabulary=260, shard_tokens=140_000)
     whole = prepare([str(path)], tmp_path / "other", vocabulary=260, shard_tokens=140_000)
     assert made.manifest == whole.manifest and not list(out.glob(".partial-*"))
+
+
+def test_shards_of_an_attempt_that_was_killed_are_not_among_those_of_the_next(tmp_path):
+    out = tmp_path / "out"
+    prepare([str(jsonl(tmp_path / "a.jsonl"))], out, vocabulary=300)
+    (out / "manifest.json").unlink()  # as before it is written
+    (out / "own.tokens").touch()
+    made = prepare([str(jsonl(tmp_path / "b.jsonl", TEXTS[:9]))], out, vocabulary=300)
+    names = {f"{s.digest}.{kind}" for s in made.manifest.train.shards for kind in ("tokens", "leaves")}
+    assert {p.name for p in (*out.glob("*.tokens"), *out.glob("*.leaves"))} == names | {"own.tokens"}
+
+
+def test_an_attempt_that_is_refused_leaves_no_shards(tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(DataInputError, match="only 30 documents"):
+        prepare([str(jsonl(tmp_path / "a.jsonl"))], out, vocabulary=300, validation_every=50, shard_tokens=500)
+    assert out.is_dir() and not [*out.glob("*.tokens"), *out.glob("*.leaves")]
+
+
+def test_published_shards_are_kept(tmp_path):
+    path, published = str(jsonl(tmp_path / "a.jsonl")), tmp_path / "published"
+    made, published_before = prepare([path], tmp_path / "out", vocabulary=300), []
+    published.mkdir()
+    for file in (*made.folder.glob("*.tokens"), *made.folder.glob("*.leaves")):
+        published_before.append(shutil.copy(file, published))
+    for _ in range(2):
+        with pytest.raises(DataInputError, match="but no manifest.json: choose another folder"):
+            prepare([path], published, vocabulary=400)
+        assert sorted(map(str, published.iterdir())) == sorted(map(str, published_before))
 
 
 def test_a_folder_with_a_missing_or_cut_shard_is_refused(tmp_path):
@@ -329,6 +361,40 @@ def test_documents_that_may_not_be_read_or_are_damaged_are_named_with_what_to_do
     (tmp_path / "b.parquet").write_bytes(data[:4] + b"\xff" * 40 + data[44:])  # the first page
     with pytest.raises(DataInputError, match=r"^b\.parquet: damaged, .*: get it again, or leave it out$") as e:
         prepare(["b.parquet"], tmp_path / "out", vocabulary=300, base=tmp_path)
+    assert "\n" not in str(e.value)
+
+
+class _FailingServer(BaseHTTPRequestHandler):
+    """A server that has each file, and fails as its name says when it is read."""
+
+    def do_HEAD(self):
+        self._answer(200)
+
+    def do_GET(self):
+        if self.path.startswith("/busy"):
+            self._answer(503)
+        elif self.path.startswith("/cut"):
+            self._answer(200)
+            self.wfile.write(b'{"text": "half')
+        self.close_connection = True
+
+    def _answer(self, status: int):
+        self.send_response(status)
+        self.send_header("Content-Length", "1000")
+        self.end_headers()
+
+    def log_message(self, format, *args):
+        pass
+
+
+@pytest.mark.parametrize("name", ["busy.jsonl", "cut.jsonl", "closed.jsonl", "busy.jsonl.gz"])
+def test_a_server_that_fails_is_named_with_the_remedy(tmp_path, name):
+    with ThreadingHTTPServer(("127.0.0.1", 0), _FailingServer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_address[1]}/{name}"
+        with pytest.raises(DataInputError, match=f"{name}: its server failed: .*: try again, or leave it out$") as e:
+            prepare([address], tmp_path / "out", vocabulary=300)
+        server.shutdown()
     assert "\n" not in str(e.value)
 
 

@@ -470,6 +470,19 @@ def test_each_file_of_a_draft_is_on_disk_before_it_takes_the_name(tmp_path: Path
     assert ("adapter", False) in synced
 
 
+def test_of_two_exports_to_a_folder_the_second_is_refused_and_the_first_is_whole(world: World, tmp_path: Path):
+    from coordinator.export import new_folder
+
+    with new_folder(tmp_path / "out", 1, force=False) as draft:
+        (draft / "config.json").write_text("{}")
+        assert "another export writes there: wait" in refused("export", world.archive(4), tmp_path / "out")
+        (draft / "model.safetensors").write_text("the first's")
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
+    assert "--force" in refused("export", world.archive(4), tmp_path / "out")
+    export(world.archive(4), tmp_path / "out", "--force")
+    assert not list(tmp_path.glob(".out*"))
+
+
 def test_what_a_killed_export_left_is_taken_away_by_the_next(world: World, tmp_path: Path):
     for left in (".out.partial", ".out.old"):
         (tmp_path / left).mkdir()
