@@ -309,14 +309,12 @@ class Chain:
         """Count a header that arrived on its own as being for its parent, even if no record lists it.
 
         Without this, a peer that proposes several records in a row decides which keys are for them. Only authors with
-        stake count.
+        stake count, and only the first header of each: one could move the head by each of many.
         """
         node, key = self._nodes.get(header.body.parent), header.author
-        if node is None or key not in self._stakes_at(node):
+        if node is None or key in node.announced or key not in self._stakes_at(node):
             return
         end = header.body.end_window
-        if node.announced.get(key, -1) >= end:
-            return
         note_message(node.announced, key, end)
         for above in self._undecided(node):
             if above.latest is not None:

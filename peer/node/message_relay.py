@@ -48,8 +48,11 @@ class RelaySelector:
         self._short = {k: short_id(k) for k in beats}
         self._unreachable = {k: frozenset(body.unreachable) for k, body in beats.items() if body.unreachable}
         self._ring = sorted((sha256(k), k) for k in beats)
-        self._heard: dict[PeerKey, list[tuple[bytes, PeerKey]]] = {}
-        """Of each member that is cut off from some: those of the ring that it receives from directly."""
+        self._heard_by: dict[PeerKey, list[tuple[bytes, PeerKey]]] = {}
+        """Those of the ring from which a member receives directly."""
+
+        self._hearing: dict[PeerKey, list[tuple[bytes, PeerKey]]] = {}
+        """Those of the ring that receive from a member directly."""
 
     def cut_off_from(self, author: PeerKey) -> list[PeerKey]:
         """Return the members whose heartbeats say that they receive nothing from this author directly."""
@@ -61,15 +64,19 @@ class RelaySelector:
     def relays(self, author: PeerKey, to: PeerKey) -> list[PeerKey]:
         """Return the members that forward messages of `author` to `to`: at most RELAYS, each connected to both.
 
-        At most SEARCHED members are looked at, none from which `to` receives nothing. Otherwise a few that name everybody
-        as unreachable would have all members look at all others for each author.
+        At most SEARCHED members are looked at: of those that receive from `author`, or of those from which `to`
+        receives, whichever are fewer. Otherwise a few that name everybody as unreachable would have all members look at
+        all others for each author.
         """
         if author not in self._short or to not in self._short:
             return []
-        ring = self._heard.get(to)
-        if ring is None:
+        if to not in self._heard_by:
             unreachable = self._unreachable.get(to, frozenset())
-            ring = self._heard[to] = [at for at in self._ring if self._short[at[1]] not in unreachable]
+            self._heard_by[to] = [at for at in self._ring if self._short[at[1]] not in unreachable]
+        if author not in self._hearing:
+            deaf = {author, *self.cut_off_from(author)}
+            self._hearing[author] = [at for at in self._ring if at[1] not in deaf]
+        ring = min(self._hearing[author], self._heard_by[to], key=len)
         chosen: list[PeerKey] = []
         start = bisect_left(ring, (sha256(author + to), author))
         for i in range(min(len(ring), SEARCHED)):

@@ -16,7 +16,6 @@ from protocol.bounded import BoundedDict
 from protocol.errors import MalformedError
 from protocol.ids import PeerKey
 from protocol.messages import Heartbeat, Signed
-from protocol.rounds.members import LAST_BEATS
 from protocol.rounds.policy import RoundPolicy
 
 MAX_LOST = 256
@@ -67,8 +66,6 @@ class PeerTable:
         self._gone: BoundedDict[PeerKey, int] = BoundedDict(limit)
         """The sequence of the goodbye of each member that left."""
         self._lost: BoundedDict[PeerKey, tuple[str, ...]] = BoundedDict(MAX_LOST)
-        self._last: BoundedDict[PeerKey, int] = BoundedDict(LAST_BEATS * limit)
-        """The newest sequence of members that fell silent: recorded heartbeats do not bring them back."""
 
     @property
     def limit(self) -> int:
@@ -77,7 +74,6 @@ class PeerTable:
 
     def apply_policy(self, policy: RoundPolicy) -> None:
         self._gone.limit = policy.max_members
-        self._last.limit = LAST_BEATS * policy.max_members
 
     def note_heartbeat(
         self, heartbeat: Signed[Heartbeat], now: float, *, direct: bool = True, reserved: bool = False
@@ -87,7 +83,7 @@ class PeerTable:
         `direct`: the author itself sent it. `reserved`: the author is accepted even when the table is full.
         """
         key, body = heartbeat.author, heartbeat.body
-        if key == self._me or body.sequence <= max(self._gone.get(key, -1), self._last.get(key, -1)):
+        if key == self._me or body.sequence <= self._gone.get(key, -1):
             return News.NONE
         known = self._entries.get(key)
         if known is not None:
@@ -123,8 +119,6 @@ class PeerTable:
         silent = [k for k, e in self._entries.items() if now - e.last_news > self._forget]
         for key in silent:
             body = self._entries.pop(key).heartbeat.body
-            if body.admission:
-                self._last.renew(key, body.sequence)
             if body.admission and body.addresses:
                 self._lost[key] = tuple(body.addresses)
         return silent

@@ -101,11 +101,6 @@ class Consensus:
         context.members.watch(parent, round_.number, partial(context.chain.countable, parent))
         return round_
 
-    def _has_announced_in(self, round_: RoundState) -> bool:
-        """Return whether our newest header is of this round: another one would be equivocation."""
-        last = None if self._last_header is None else self._last_header.body
-        return last is not None and (last.parent, last.epoch) == (round_.parent, round_.epoch)
-
     def reopen(self) -> None:
         """Begin the round once more, on another branch: headers announced for it no longer count."""
         if self.round is not None:
@@ -306,9 +301,6 @@ class Consensus:
         is_stored = last is not None and replace(last.body, admission=header.body.admission) == header.body
         if last is not None and is_stored:
             header = last  # only the admission is newer, and a second header of one round is equivocation
-        elif self._has_announced_in(round_):
-            context.notify("info", "refused", "our update is kept back: another one is announced in this round")
-            return
         if (reason := round_.header_refusal(header, context.accepts_size)) is not None:
             context.notify("error", "refused", f"our own update cannot be announced: {reason}")
             return
@@ -389,7 +381,7 @@ class Consensus:
         if (vouched := self._contradiction(round_)) is not None:
             self._sync.discard_state(vouched)
             return None
-        if round_.announced_at is None and self._has_announced_in(round_):
+        if round_.announced_at is None:
             self._announce_again(round_)
         if round_.announced_at is None:
             due = not self._sync.is_making_update and self.work.windows >= 1 and not self._context.is_paused
@@ -406,14 +398,18 @@ class Consensus:
         return certificate
 
     def _announce_again(self, round_: RoundState) -> None:
-        """Announce our update of this round again, once: we have restarted, or the head is back at its parent."""
+        """Announce our update of this round once more, if the head is back at its parent: a second is equivocation.
+
+        After a restart the trainer is asked for the update, which is the same then: the store may not have it.
+        """
         header = self._last_header
-        if header is None or self._announced_again is round_ or self._sync.is_making_update:
+        if header is None or self._announced_again is round_ or not self._context.blobs.holds_update(header):
             return
-        self._announced_again = round_
-        self._receive_header(header)
-        if self._context.me in round_.headers:
-            self._context.emit(Broadcast(header))
+        if (header.body.parent, header.body.epoch) == (round_.parent, round_.epoch):
+            self._announced_again = round_
+            self._receive_header(header)
+            if self._context.me in round_.headers:
+                self._context.emit(Broadcast(header))
 
     def _contradiction(self, round_: RoundState) -> Digest | None:
         count = len(round_.headers)

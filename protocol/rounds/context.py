@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from protocol.bounded import BoundedDict
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey, RunId
 from protocol.message_codec import Signer
@@ -19,6 +20,9 @@ from protocol.rounds.members import Members
 from protocol.rounds.own_updates import OwnUpdates
 from protocol.rounds.policy import RoundPolicy
 from protocol.rounds.report_pool import ReportPool
+
+MAX_STANDINGS = 4096
+"""Peers whose standing at the head is remembered."""
 
 MAX_SYNC_PATH = 64
 """Rounds of which blobs are held before a move to another branch. If checkpoints are further apart, the driver fetches
@@ -68,6 +72,8 @@ class Context:
         """
 
         self.accepts_size = accepts_size
+        self._standings: BoundedDict[PeerKey, tuple[int, bool]] = BoundedDict(MAX_STANDINGS)
+        self._standings_at: Digest | None = None
         self.members = Members(policy, self.me, self._standing)
         self.blobs = BlobTracker(_blob_bound(policy), policy.heartbeat_seconds / 4)
         self.own = OwnUpdates(self.me)
@@ -120,7 +126,14 @@ class Context:
     def _standing(self, key: PeerKey) -> tuple[int, bool]:
         """Return a peer's stake at the head, and whether the chain has work of it: see `Members`."""
         chain = self.chain
-        return chain.stakes(chain.head).get(key, 0), chain.next_window(key, chain.head) > 0
+        if self._standings_at != chain.head:
+            self._standings_at = chain.head
+            self._standings.clear()
+        found = self._standings.get(key)
+        if found is None:  # to find it takes many times as long as to look it up, and full tables ask for all
+            found = chain.stakes(chain.head).get(key, 0), chain.next_window(key, chain.head) > 0
+            self._standings[key] = found
+        return found
 
     @property
     def is_paused(self) -> bool:

@@ -79,6 +79,9 @@ from protocol.rounds.summary import Summary, summarise
 MAX_TURNS = 100
 """Maximum number of turns in a step: each turn of a correct machine decides or moves something."""
 
+COUNTED_ROUNDS = 16
+"""Rounds before the head's of which headers count that come late, or for another branch."""
+
 REMEMBERED_BEATS = 512
 """Own heartbeats that are remembered: longer than others keep them for newcomers."""
 
@@ -341,12 +344,19 @@ class RoundMachine:
             if round_ is not None and body.round == number and parent in (None, round_.parent):
                 self._add_own_certificate(self._consensus.receive(message))
             else:
-                if isinstance(body, UpdateHeader) and body.parent in context.chain:
-                    # Of another branch: fork choice counts it, or those with the same records would have other heads.
-                    if header_refusal(message, context.chain, context.policy, context.accepts_size) is None:
-                        context.chain.announce(message)
+                if isinstance(body, UpdateHeader):
+                    self._count_elsewhere(message)
                 if number < body.round <= context.chain.height(context.chain.head) + MAX_ROUNDS_AHEAD:
                     self._future.keep(message, trusted=context.members.has_room_for(message.author))
+
+    def _count_elsewhere(self, header: Signed[UpdateHeader]) -> None:
+        """Count a header of another branch in fork choice, or those with the same records would have other heads."""
+        context, chain, body = self._context, self._context.chain, header.body
+        if body.round < chain.height(chain.head) - COUNTED_ROUNDS:
+            return  # to find who has stake there takes long
+        if chain.is_ancestor(chain.fork_choice_root, body.parent):
+            if header_refusal(header, chain, context.accepts_size) is None:
+                chain.announce(header)
 
     def _receive_heartbeat(self, message: Signed[Heartbeat]) -> None:
         context, beat, source = self._context, message.body, message.author
@@ -713,6 +723,7 @@ class RoundMachine:
     # -- heartbeats ------------------------------------------------------------------------------------------
 
     def _next_sequence(self) -> int:
+        self._context.members.unix_ms = self._status.sequence
         self._sequence = max(self._sequence + 1, self._status.sequence)
         return self._sequence
 

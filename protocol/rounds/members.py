@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from protocol.bounded import BoundedDict
 from protocol.ids import Digest, PeerKey
-from protocol.messages import TRAINING_PHASES, Goodbye, Heartbeat, Signed
+from protocol.messages import CLOCK_TOLERANCE, TRAINING_PHASES, Goodbye, Heartbeat, Signed
 from protocol.rounds.policy import RoundPolicy
 
 MAX_PENALTY = 6
@@ -20,7 +20,7 @@ LAPSE_ROUNDS = 32
 """Rounds after a penalty that take back one doubling. A peer that stalls whenever it is awaited never has them."""
 
 LAST_BEATS = 4
-"""Peers whose newest sequence is remembered when they are no members any more, as a multiple of `max_members`."""
+"""Peers whose newest sequence is remembered after they fell silent, as a multiple of `max_members`."""
 
 REPEATERS = 8
 """About this number of members repeat others' messages, once there are more than twice as many. If everybody did, each
@@ -114,7 +114,11 @@ class Members:
         """Peers that said goodbye, with the sequence of it."""
 
         self._last: BoundedDict[PeerKey, int] = BoundedDict(LAST_BEATS * policy.max_members)
-        """The newest sequence of peers that are no members any more: nobody brings them back by what they sent then."""
+        """The newest sequence of peers with accepted work or stake that fell silent: what was recorded of them brings
+        none back."""
+
+        self.unix_ms = 0
+        """The time by our own clock, in the unit of sequences, as far as the machine has noted it."""
 
         self.late = Penalties(policy.max_members)
         """For keeping a round waiting until the deadline, or an update that is invalid or a copy: for a while nobody
@@ -226,7 +230,10 @@ class Members:
         """Forget the members that were silent for `member_seconds`, and return their keys."""
         silent = [m.key for m in self if now - m.heard > self._policy.member_seconds]
         for key in silent:
-            self._forget(key)
+            sequence = self._forget(key)
+            # One whose clock was far ahead could not come back for as long.
+            if any(self._rank(key)) and sequence <= self.unix_ms + 1000 * CLOCK_TOLERANCE:
+                self._last.renew(key, sequence)
         return silent
 
     def note_contributors(self, contributors: Iterable[PeerKey], *, on_time_in: int | None = None) -> None:
@@ -272,9 +279,11 @@ class Members:
             self._forget(last)
         return rank < own
 
-    def _forget(self, key: PeerKey) -> None:
-        self._last.renew(key, self._members.pop(key).beat.sequence)
+    def _forget(self, key: PeerKey) -> int:
+        """Remove a member, and return its newest sequence."""
+        sequence = self._members.pop(key).beat.sequence
         self.windows -= self._counted.pop(key, 0)
+        return sequence
 
     # -- the sum of a round's work, kept as heartbeats come ----------------------------------------------------
 

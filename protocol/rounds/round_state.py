@@ -59,15 +59,14 @@ def _turn_of(
     return stake <= 0, stake <= 0 and author not in recent, -log(drawn / 2**53) / max(1, stake)
 
 
-def header_refusal(
-    header: Signed[UpdateHeader], chain: Chain, policy: RoundPolicy, accepts_size: Callable[[int], bool]
-) -> str | None:
+def header_refusal(header: Signed[UpdateHeader], chain: Chain, accepts_size: Callable[[int], bool]) -> str | None:
     """Return why a header can be in no record that follows its parent, which the chain has; None when it can."""
     body, parent = header.body, header.body.parent
     if body.round != chain.height(parent):
         return "it is of another round"
-    if body.windows > policy.max_update_windows:
-        return f"it claims {body.windows} windows: at most {policy.max_update_windows} fit one update"
+    most, _ = chain.limits.round_limits(chain.directives(parent))
+    if body.windows > most:
+        return f"it claims {body.windows} windows: at most {most} fit one update"
     if body.first_window < chain.next_window(header.author, parent):
         return f"it claims windows from {body.first_window} on, which the chain has accepted already"
     if (reason := chain.rebase_refusal(header, parent)) is not None:
@@ -189,7 +188,7 @@ class RoundState:
         """Return why this header can be in no record of this round; None when it can."""
         if header.body.parent != self.parent:
             return "it is of another round"
-        return header_refusal(header, self.chain, self.policy, accepts_size)
+        return header_refusal(header, self.chain, accepts_size)
 
     def add_header(self, header: Signed[UpdateHeader], now: float, rank: Rank, *, listed: bool = False) -> bool:
         """Add a valid header. Return False when its author has one already, or there is no room.

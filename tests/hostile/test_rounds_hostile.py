@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from protocol.bounded import BoundedDict
 from protocol.ids import Digest, PeerKey, Round, sha256
-from protocol.messages import RoundRecord, Vote, shards_digest
+from protocol.messages import Directive, RoundRecord, Vote, shards_digest
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
 from protocol.rounds.chain_sync import MAX_STRANGER_CLAIMS, ChainSync
 from protocol.rounds.deadlines import Deadlines
 from protocol.rounds.future_messages import MAX_STRANGER_BYTES, FutureMessages
+from protocol.rounds.members import LAST_BEATS
 from protocol.rounds.round_state import MAX_RECORDS, RECORDS_PER_AUTHOR, proposer_order
 from protocol.stake import StakeRule
 from tests.simulation.signer import FakeSigner, certificate
-from tests.support.rounds_bench import ME, OTHERS, POLICY, RUN, Bench
+from tests.support.rounds_bench import ME, OTHERS, POLICY, RUN, STATE, Bench
 
 MEMBER = OTHERS[0]
+OWNER = PeerKey(sha256(b"owner"))
 
 
 def stranger(i: int) -> PeerKey:
@@ -152,7 +156,7 @@ def test_a_record_of_a_far_attempt_moves_us_by_one_turn_that_has_had_half_of_its
 def test_a_few_with_many_records_do_not_keep_out_the_one_whose_turn_it_is():
     policy = replace(POLICY, max_members=64)
     b = Bench(policy=policy)
-    liars, honest = OTHERS[:16], OTHERS[20]
+    *liars, honest = proposer_order(b.chain.seed(b.chain.genesis), OTHERS[:17])
     b.beat(honest)
     b.announce()
     real = b.header(honest)
@@ -232,7 +236,8 @@ def test_keys_without_stake_fill_no_table_of_records_against_the_one_whose_turn_
     keys = [stranger(i) for i in range(MAX_RECORDS)]
     headers = [b.header(key, base_state=head("another state")) for key in keys]
     for key in keys:
-        b.step(ev.MessageReceived(b.record(key, headers)))
+        body = replace(b.record(key, headers).body, base_state=head("another state"))
+        b.step(ev.MessageReceived(FakeSigner(key).sign(body)))
     round_ = b.machine.open_round
     assert round_ is not None and len(round_.proposals) == MAX_RECORDS
     first = proposer_order(b.chain.seed(b.chain.genesis), (ME, honest), b.chain.stakes(b.chain.genesis))[0]
@@ -258,6 +263,26 @@ def test_records_without_a_fault_of_keys_without_stake_leave_before_any_of_one_w
         b.step(ev.MessageReceived(b.record(stranger(i), [b.header(stranger(i)), b.mine])))
     round_ = b.machine.open_round
     assert round_ is not None and record.digest in round_.proposals and len(round_.proposals) == MAX_RECORDS
+
+
+@pytest.mark.parametrize("fault", ["base state", "ban", None])
+def test_records_that_get_no_vote_leave_before_any_that_can_get_one(fault: str | None):
+    """Though the turns of their authors come before."""
+    keys = [stranger(i) for i in range(MAX_RECORDS + 1)]
+    b = staked(ME, *keys, max_members=2 * MAX_RECORDS)
+    *liars, last = proposer_order(b.chain.seed(b.chain.genesis), keys, b.chain.stakes(b.chain.genesis))
+    b.announce()
+    state = head("another state") if fault == "base state" else STATE
+    for key in liars:
+        body = b.record(key, [b.header(key, base_state=state)], attempt=1).body
+        b.step(ev.MessageReceived(FakeSigner(key).sign(replace(body, base_state=state))))
+    round_ = b.machine.open_round
+    assert round_ is not None and len(round_.proposals) == MAX_RECORDS
+    if fault == "ban":
+        b.step(ev.MessageReceived(FakeSigner(OWNER).sign(Directive(RUN, 1, banned=(liars[0],)))))
+    record = b.record(last, [b.mine, b.header(last)])
+    b.step(ev.MessageReceived(record))
+    assert (record.digest in round_.proposals) == (fault is not None)
 
 
 def test_members_without_stake_fill_no_table_of_headers_or_votes_against_stake():
@@ -297,18 +322,33 @@ def test_an_author_of_two_headers_keeps_no_place_from_another():
     assert keys[3] not in round_.headers, "nor does it come back"
 
 
-def test_recorded_heartbeats_bring_no_member_back():
+def test_recorded_heartbeats_bring_no_member_with_stake_back():
     """A dead key's stake would count against every record, and each round would wait for patience."""
-    b = Bench()
+    b = staked(ME, MEMBER, max_members=8)
+
+    def members() -> list[PeerKey]:
+        return [m.key for m in b.machine.summary(b.now).members if m.key == MEMBER]
+
+    def fall_silent() -> None:
+        b.step(ev.Tick(), b.now + POLICY.member_seconds + 1)
+        assert not members()
+
     for sequence in (5, 6, 7):
         b.beat(MEMBER, sequence=sequence)
-    b.step(ev.Tick(), b.now + POLICY.member_seconds + 1)
-    assert not b.machine.summary(b.now).members
+    fall_silent()
+    for i in range(8 * LAST_BEATS + 4):  # keys that come and go do not have it forgotten
+        b.beat(stranger(i))
+        if i % 4 == 3:
+            b.step(ev.Tick(), b.now + POLICY.member_seconds + 1)
     for sequence in (5, 6, 7):
         b.beat(MEMBER, sequence=sequence)
-    assert not b.machine.summary(b.now).members
+    assert not members()
     b.beat(MEMBER, sequence=8)
-    assert [m.key for m in b.machine.summary(b.now).members] == [MEMBER]
+    assert members()
+    b.beat(MEMBER, sequence=10**15)  # its clock is far ahead, and is put right
+    fall_silent()
+    b.beat(MEMBER, sequence=9)
+    assert members()
 
 
 def test_a_header_of_another_branch_counts_in_fork_choice():
@@ -322,3 +362,6 @@ def test_a_header_of_another_branch_counts_in_fork_choice():
     assert b.chain.head == head_
     b.step(ev.MessageReceived(b.header(late, round=Round(1), parent=other)))
     assert b.chain.head == other
+    for end, parent in ((20, head_), (30, other), (40, head_), (50, other)):
+        b.step(ev.MessageReceived(b.header(late, end, round=Round(1), parent=parent)))
+        assert b.chain.head == head_, "a second header for a record moves nothing"

@@ -102,15 +102,6 @@ def test_an_address_that_does_not_name_its_member_goes_into_no_invite(bad: str):
     assert d.addresses() == [at("2.2.2.2", 1)]
 
 
-def test_recorded_heartbeats_bring_no_silent_member_back():
-    d = directory()
-    for sequence in (5, 6):
-        d.note_heartbeat(member(1, sequence), 0.0)
-    assert d.forget_silent(61.0) == [PEERS[1].key]
-    assert [d.note_heartbeat(member(1, s), 62.0) for s in (5, 6)] == [News.NONE, News.NONE]
-    assert d.note_heartbeat(member(1, 7), 63.0) is News.NEW_PEER
-
-
 @pytest.mark.parametrize("seconds, left", [(59.0, 1), (61.0, 0)])
 def test_the_silent_are_forgotten(seconds, left):
     d = directory()

@@ -122,17 +122,19 @@ def test_an_update_is_announced_again_after_a_restart_by_the_very_header_that_wa
     kept = before.of(do.StoreHeader)[0]
     said = next(a for a in before.of(do.Broadcast) if a.message is kept.message)
     assert before.actions.index(kept) < before.actions.index(said)
-    again = Bench(ready=False)
-    again.machine = RoundMachine(
-        POLICY, RUN, FakeSigner(ME), again.chain, now=0.0, blob_size=9, announced=kept.message,
-        status=LocalStatus(admission=b"renamed"),
-    )  # fmt: skip
-    again.machine.start(0.0, alone=True)
-    again.step(ev.StateReached(again.chain.genesis, STATE))
-    assert again.said(UpdateHeader) == [kept.message.body] and not again.of(do.StoreHeader)
-    again.beat(OTHERS[0])
-    again.step(ev.TrainingProgress(26, 1.0, 1.0))
-    assert not again.of(do.RequestUpdate), "a second header of one round is equivocation"
+    for windows, is_same in ((25, True), (26, False)):
+        again = Bench(ready=False)
+        again.machine = RoundMachine(
+            POLICY, RUN, FakeSigner(ME), again.chain, now=0.0, blob_size=9, announced=kept.message,
+            status=LocalStatus(admission=b"renamed"),
+        )  # fmt: skip
+        again.machine.start(0.0, alone=True)
+        again.step(ev.StateReached(again.chain.genesis, STATE))
+        again.beat(OTHERS[0])
+        again.announce(windows)
+        (header,) = again.said(UpdateHeader)
+        assert (header == kept.message.body) == is_same == (not again.of(do.StoreHeader))
+        assert header.admission == (b"me" if is_same else b"renamed")
 
 
 def test_the_open_round_stays_hidden_while_the_trainer_is_lost():
