@@ -38,15 +38,20 @@ def control_detection() -> bool:
     return True
 
 
-@contextmanager
-def documents_apart(apart: bool) -> Iterator[None]:
-    """Keep documents apart, or not, in the forward passes within the block. Raises SpecError if that cannot be."""
-    global _apart
+def check_apart(apart: bool) -> None:
+    """Raise SpecError if documents are to be kept apart, and the installed transformers cannot."""
     if apart and not control_detection():
         raise SpecError(
             "this run keeps the documents of a window apart, and the installed transformers cannot: install a newer "
             f"one ({pip_install('transformers', upgrade=True)})"
         )
+
+
+@contextmanager
+def documents_apart(apart: bool) -> Iterator[None]:
+    """Keep documents apart, or not, in the forward passes within the block. Raises SpecError if that cannot be."""
+    global _apart
+    check_apart(apart)
     before, _apart = _apart, apart
     try:
         yield

@@ -1,4 +1,4 @@
-"""The bytes that training takes, without activations: what a step uses, and what is used once a round. Estimates."""
+"""The bytes that training takes, without activations: of a step, of a round, and of what is saved. Estimates."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ LEAST_BYTES = _WEIGHT + _GRADIENT + _MOMENT
 
 MOST_BYTES = LEAST_BYTES + _MOMENT
 """Bytes of a parameter that a step holds at most: with two moments."""
+
+SAVED_BYTES = 16
+"""Bytes of a parameter in what is saved: feedback, progress and two moments."""
 
 BLOCK = 256
 """Values of a moment in 8 bits that share an fp32 scale: those of bitsandbytes' optimizers."""

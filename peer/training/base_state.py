@@ -42,9 +42,9 @@ class BaseMove:
     """A base that moved to the state after `record`, from which `round` starts, and what `swap_base` owes to it.
 
     `missed`: blobs of own updates that do not count, None for a blob that is gone. `accepted`: own updates that the
-    state holds. `own_windows`: windows of the own update in the record, 0 if there is none. `unsaved`: the last
-    accepted update when the error feedback starts empty because no state was saved; nothing else then holds what its
-    round left untransmitted. `next_window` and `accepted_windows` are as in the messages.
+    state holds. `unsaved`: the last accepted update when the error feedback starts empty because no state was saved;
+    nothing else then holds what its round left untransmitted. `next_window` and `accepted_windows` are as in the
+    messages.
     """
 
     record: Digest
@@ -53,7 +53,6 @@ class BaseMove:
     accepted: Mapping[Digest, AcceptedUpdate]
     next_window: int
     accepted_windows: int
-    own_windows: int = 0
     unsaved: Digest | None = None
 
 
@@ -88,6 +87,9 @@ class BaseState(ThreadOwned):
         self._folder = folder
         self._report = report
         self._saved = self._read_saved()
+        announced = self._saved and self._saved.windows.announced
+        self._last_update = announced.blob if announced else self._saved and self._saved.last_update
+        """The last update that was made, decided or not."""
         self.is_begin_due = False
         """True in a replayable run when `begin_again` is due, by the thread that trains: see `replayable_state`."""
         self._is_announcing = False
@@ -138,8 +140,9 @@ class BaseState(ThreadOwned):
         rebase = self._rebase_window(windows, first)
         made = UndecidedUpdate(ask.parent, blob_digest(blob), len(blob), first, rebase, end, steps, loss.mean)
         manifest = TrainerManifest(
-            ask.parent, self.round, replace(windows, announced=made), dict(self.feedback_contents.entries)
-        )
+            ask.parent, self.round, replace(windows, announced=made), dict(self.feedback_contents.entries),
+            last_update=made.blob,
+        )  # fmt: skip
         try:
             link_into(self._folder.keep_update(made.blob, blob, manifest), ask.out)
         except OSError:
@@ -151,6 +154,7 @@ class BaseState(ThreadOwned):
             raise
         with self._exchange:
             self._exchange.windows = replace(self._exchange.windows, announced=made)
+            self._last_update = made.blob
             self._is_announcing = False
         return _made(made, ask.out)
 
@@ -196,8 +200,7 @@ class BaseState(ThreadOwned):
         missed = self._missed_blobs(ask.missed)
         shards = mapped_files(ask.update.parts)
         accepted = self._apply(ask.update, lambda: shards)
-        own = sum(u.windows for u in ask.update.updates if u.author == self._me)
-        return BaseMove(ask.update.record, self.round + 1, missed, accepted, ask.next_window, ask.accepted_windows, own)
+        return BaseMove(ask.update.record, self.round + 1, missed, accepted, ask.next_window, ask.accepted_windows)
 
     def _apply(self, update: RoundUpdates, shards: ReducedShards) -> dict[Digest, AcceptedUpdate]:
         """Move the base by one record. Return the own updates that it accepts, by digest."""
@@ -370,7 +373,9 @@ class BaseState(ThreadOwned):
         if self.record is None or self._is_announcing:
             return None
         entries, steps = dict(self.feedback_contents.entries), self._backend.optimizer_steps
-        return SavedState(self.record, self.round, self._exchange.windows, entries, steps, {}, {}, {})
+        return SavedState(
+            self.record, self.round, self._exchange.windows, entries, steps, {}, {}, {}, last_update=self._last_update
+        )
 
     def _resume_saved(self, next_window: int) -> bool:
         """Continue, at the first load, from the saved state as far as it fits what the chain has accepted.

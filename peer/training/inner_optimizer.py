@@ -85,6 +85,7 @@ class InnerOptimizer:
         are marked. `eight_bit`: moments have 8 bits a value. Raises TrainingError, SpecError if they cannot here.
         """
         packed_sequences.control_detection()
+        packed_sequences.check_apart(conversations is not None and conversations.attention == "document")
         self.spec = spec
         self.conversations = conversations
         self.model = model
@@ -225,16 +226,22 @@ class InnerOptimizer:
     def window_losses(self, windows: Tensor) -> Tensor:
         """Return each window's mean loss in nats per trained token: fp32 [windows], on the CPU. No parameter changes.
 
-        `windows`: tokens [windows, window + 1]. Raises torch.OutOfMemoryError when one window does not fit.
+        The model has no dropout meanwhile. `windows`: tokens [windows, window + 1]. Raises torch.OutOfMemoryError when
+        one window does not fit.
         """
         piece = max(1, PIECE_TOKENS // (windows.shape[1] - 1)) if self._on_cpu else self.spec.batch
-        while True:
-            try:
-                return torch.cat([self._window_losses(some.to(self.device)) for some in windows.split(piece)])
-            except torch.OutOfMemoryError:
-                if piece == 1:
-                    raise
-                piece //= 2
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            while True:
+                try:
+                    return torch.cat([self._window_losses(some.to(self.device)) for some in windows.split(piece)])
+                except torch.OutOfMemoryError:
+                    if piece == 1:
+                        raise
+                    piece //= 2
+        finally:
+            self.model.train(was_training)
 
     def _window_losses(self, windows: Tensor) -> Tensor:
         inputs = inputs_of(windows, self.conversations)

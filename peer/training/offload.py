@@ -25,7 +25,7 @@ from torch import Tensor
 from peer.errors import TrainingError
 from peer.training.memory import available
 from protocol.spec import RunSpec
-from protocol.training_memory import round_bytes
+from protocol.training_memory import SAVED_BYTES, round_bytes
 from protocol.units import byte_size
 
 PIECE = 1 << 24
@@ -33,9 +33,6 @@ PIECE = 1 << 24
 
 SHARE = 0.7
 """Share of the machine's available memory that the offloaded tensors may take: in `home_of`, with a copy or without."""
-
-SAVED_BYTES = 16
-"""Bytes of a parameter in the copy of what is saved: feedback, progress and two moments."""
 
 Home = Literal["device", "memory", "files"]
 """A place of the tensors: beside the model, in the machine's memory, or in files that are mapped into it."""

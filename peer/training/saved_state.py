@@ -7,14 +7,16 @@ nothing is ever unpickled.
 
 The undecided update (`update-DIGEST.blob`) and the manifest of its making (`update.json`) are on the disk before its
 header can be signed. A peer that signed two updates for one parent would be reported. The update that a saved state has
-as announced stays as long as that state: if it is missed, nothing else holds its progress. In a replayable run
-`update.json` stays when its update is decided: an older saved state does not know where the announced windows end.
+as announced stays as long as that state: if it is missed, nothing else holds its progress. When it is decided, both
+stay until a state is saved that knows of it: an older one would have its work sent twice. In a replayable run
+`update.json` always stays.
 `dropped-DIGEST.bits` are the masks of own updates' values that reduced rounds did not transmit.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -59,7 +61,8 @@ class FeedbackEntry:
 class TrainerManifest:
     """The record held at one time, the count of windows, and the updates in the error feedback (`restored`).
 
-    `state`: in a replayable run, the digest of the state that this peer had computed then.
+    `state`: in a replayable run, the digest of the state that this peer had computed then. `last_update`: the last
+    update made until then, decided or not.
     """
 
     record: DigestField
@@ -67,6 +70,7 @@ class TrainerManifest:
     windows: WindowAccounting
     restored: Mapping[DigestField, FeedbackEntry]
     state: DigestField | None = field(default=None, kw_only=True)
+    last_update: DigestField | None = field(default=None, kw_only=True)
     __pydantic_config__ = STRICT
 
 
@@ -107,20 +111,32 @@ M = TypeVar("M", bound=_UpdateManifest)
 class SavedFolder:
     """The folder of one trainer's state: of one run, peer and model. Any thread may use it, one at a time per file."""
 
-    def __init__(self, folder: Path, run: RunId, peer: PeerKey, layout: Layout, *, replayable: bool = False):
+    def __init__(
+        self, folder: Path, run: RunId, peer: PeerKey, layout: Layout, *,
+        replayable: bool = False, device: str = "", gpu_memory: int = 0,
+    ):  # fmt: skip
+        """`device`, and `gpu_memory`, the most bytes of it (0: all), are those of which `memory_ran_out` speaks."""
         self.folder, self.run, self.peer, self.layout, self.replayable = folder, run, peer, layout, replayable
         self._needed: frozenset[Path] = frozenset()
         """The update and the masks that the state on disk refers to."""
+        self._memory = {"device": device, "gpu_memory": gpu_memory}
+        self._known: Digest | None = None
+        """The last update that the state on disk knows of."""
+        self._kept: Digest | None = None
+        """The update of `update.json`."""
 
     @property
     def memory_ran_out(self) -> bool:
-        """True once memory has run out here for a round beside a step, in this process or an earlier one."""
-        return (self.folder / MEMORY_RAN_OUT).exists()
+        """True once this device's memory ran out for a round beside a step, in this process or an earlier one."""
+        try:
+            return json.loads((self.folder / MEMORY_RAN_OUT).read_bytes()) == self._memory
+        except (OSError, ValueError):
+            return False
 
     def note_memory_ran_out(self) -> None:
         """Note that memory has run out, for the next process. Raises OSError."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / MEMORY_RAN_OUT).touch()
+        write_durably(self.folder / MEMORY_RAN_OUT, [json.dumps(self._memory).encode()])
 
     def next_file(self) -> Path:
         """Return the path for the next state's tensors, which `publish` expects. Raises OSError."""
@@ -141,7 +157,7 @@ class SavedFolder:
             optimizer_steps=state.optimizer_steps, file=path.name, digest=digest,
         )  # fmt: skip
         write_durably(self.folder / STATE_MANIFEST, [manifest.model_dump_json(indent=1).encode()])
-        self._needed = frozenset(self._files_of(state))
+        self._needed, self._known = frozenset(self._files_of(state)), state.last_update
         self.remove_unused()
 
     def not_saved(self, why: OSError) -> SavedStateError:
@@ -157,9 +173,11 @@ class SavedFolder:
         manifest = self._read(STATE_MANIFEST, _StateManifest)
         saved = manifest and self._state(manifest, self._tensors(manifest))
         self._needed = frozenset(self._files_of(saved)) if saved else frozenset()
+        self._known = saved and saved.last_update
         update = self._read(UPDATE_MANIFEST, _UpdateManifest)
         mine = update and update.held.windows.announced
-        if update is None or (saved and saved.windows.announced == mine):
+        self._kept = mine and mine.blob
+        if update is None or (saved and (saved.windows.announced == mine or self._known == self._kept)):
             return saved
         if self.replayable and saved and mine and saved.windows.claimed_from >= mine.end:
             return saved  # saved after the update was decided
@@ -208,6 +226,7 @@ class SavedFolder:
         write_durably(path, [blob])
         kept = _UpdateManifest(run=self.run, peer=self.peer, layout=self.layout.digest, held=manifest)
         write_durably(self.folder / UPDATE_MANIFEST, [kept.model_dump_json(indent=1).encode()])
+        self._kept = name
         return path
 
     def discard_update(self, name: Digest) -> None:
@@ -260,13 +279,15 @@ class SavedFolder:
         entries: Mapping[Digest, FeedbackEntry],
         unsaved: Iterable[TrainerManifest] = (),
     ) -> None:
-        """Remove decided updates, masks that nothing refers to, and unfinished files. Raises OSError.
+        """Remove decided updates that the saved state knows of, unused masks and unfinished files. Raises OSError.
 
         `entries`: the feedback's present content. `unsaved`: states that are about to be saved.
         """
-        if undecided is None and not self.replayable:
-            (self.folder / UPDATE_MANIFEST).unlink(missing_ok=True)
         keep = {path for manifest in unsaved for path in self._files_of(manifest)} | self._needed
+        if self._kept is not None and self._kept != self._known:
+            keep.add(self.update_file(self._kept))
+        elif undecided is None and not self.replayable:
+            (self.folder / UPDATE_MANIFEST).unlink(missing_ok=True)
         keep |= {self._mask_file(e.only) for e in entries.values() if e.only is not None}
         if undecided is not None:
             keep.add(self.update_file(undecided))

@@ -43,9 +43,8 @@ def step_factor(
     """Return the factor of a step within a round that began at `accepted_tokens` and ends `target_tokens` later.
 
     The peer's own windows estimate how far the swarm has come: `windows` since the state that it trains from, relative
-    to `usual_windows` in the last round with our update. Before there is one (0), the estimate is the round's
-    middle, so that the first round does not train at a rate of 0. Windows beyond the round belong to the next one
-    (overlap), and the estimate ends with that one.
+    to `usual_windows` on the last one. Before there is one (0), the estimate is the round's middle, so that the first
+    round does not train at a rate of 0. Windows beyond the round belong to the next one, and the estimate ends with it.
     """
     share = min(2.0, windows / usual_windows) if usual_windows else 0.5
     return factor(schedule, accepted_tokens + share * target_tokens)

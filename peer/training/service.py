@@ -30,7 +30,7 @@ from peer.channel import (
     TrainerEnd,
     WriteCheckpoint,
 )
-from peer.errors import ChannelError, SavedStateError, TrainingError
+from peer.errors import ChannelError, SavedStateError
 from peer.training.data import DataError, DataUnavailableError
 from peer.training.device import choose_device, memory_for, out_of_memory
 from peer.training.flops import mfu
@@ -47,6 +47,7 @@ from peer.training.request_handler import (
 from peer.training.time_breakdown import Activity
 from peer.training.trainer import Trainer
 from protocol.errors import CairnError
+from protocol.plain_text import one_line
 
 PROGRESS_SECONDS = 0.2
 """Minimum time between two Progress messages."""
@@ -70,6 +71,9 @@ CPU_NICENESS = 10
 
 MAX_NOTES = 100
 """Notes that wait to be sent; more at once are dropped, since no person would read them."""
+
+MAX_NOTE = 4000
+"""Characters of a note. One about data may quote 64 servers, and the node takes a bounded text."""
 
 _ACTIVITIES: dict[type, Activity] = {
     SaveAfterUpdate: Activity.SAVING,
@@ -125,7 +129,9 @@ class TrainerService:
         except _Stopping:
             in_order = True
             return 0
-        except TrainingError as e:
+        except ChannelError:
+            raise
+        except CairnError as e:
             self._send_notes()
             self._end.send(Failed("train", str(e), fatal=True))
             return 1
@@ -306,7 +312,7 @@ class TrainerService:
     def _note(self, level: Level, kind: str, text: str) -> None:
         """Queue a note; called by any thread, sent by the loop."""
         with contextlib.suppress(queue.Full):
-            self._notes.put_nowait(Note(level, kind, text))
+            self._notes.put_nowait(Note(level, kind, one_line(text, MAX_NOTE)))
 
     def _send_notes(self) -> None:
         with contextlib.suppress(queue.Empty):

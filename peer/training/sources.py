@@ -26,6 +26,7 @@ from protocol.data_address import check_address, is_public, public_url
 from protocol.errors import MalformedError, SpecError, os_reason
 from protocol.ids import Digest
 from protocol.merkle import CHUNK, blob_leaves, check_leaves, chunk_count
+from protocol.plain_text import one_line
 
 CACHE_BYTES = 128 * 1024 * 1024
 """Verified chunks that a reader keeps in memory."""
@@ -181,7 +182,7 @@ class HttpFolder(RemoteFolder):
                     return answer
                 url = answer
         except (OSError, http.client.HTTPException, ValueError) as e:
-            raise SourceError(f"{self.name}/{file}: {e or type(e).__name__}") from None
+            raise SourceError(f"{self.name}/{file}: {_said(e)}") from None
         raise SourceError(f"{self.name}/{file}: the server redirects to {url[:100]!r}, which is not followed")
 
     def _request(self, url: str, start: int, size: int) -> bytes | str:
@@ -276,7 +277,12 @@ class FsspecFolder(RemoteFolder):
         except FileNotFoundError:
             raise SourceError(f"{self.name}/{file}: is not there") from None
         except Exception as e:  # noqa: BLE001 - any file system, any error
-            raise SourceError(f"{self.name}/{file}: {str(e) or type(e).__name__}") from None
+            raise SourceError(f"{self.name}/{file}: {_said(e)}") from None
 
     def _abort(self) -> None:
         """Leave the call to itself: no file system of fsspec can end one."""
+
+
+def _said(error: Exception) -> str:
+    """Return an error's text, bounded: it may quote what a server sent."""
+    return one_line(str(error), 300) or type(error).__name__

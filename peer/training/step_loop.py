@@ -31,8 +31,8 @@ MAX_NON_FINITE = 10
 """Consecutive steps without a finite loss and gradient, or with a gradient of 0, after which training stops."""
 
 MAX_SKIPPED = 1 / 4
-"""Share of an update's steps that may be such, when it is replayed. A replayable update is announced with half of it:
-on another device a few more may be such."""
+"""Share of an update's steps that may be such, when it is replayed. A replayable update is announced with half of it,
+since on another device a few more may be such; or with one step of at least four."""
 
 
 class StepLoop(ThreadOwned):
@@ -72,8 +72,11 @@ class StepLoop(ThreadOwned):
         """Counts the calls of `drop`: a step that was under way then is not finished."""
         self._accepted_windows = 0
         """Windows of all peers that the held state's chain has accepted."""
+        self._round = 0
+        self._trained_before = 0
+        """`trained_windows` when training continued from the held state."""
         self._usual_windows = 0
-        """Own windows in the last applied record with one of our updates: the length of a round for this peer."""
+        """Windows that were trained on the last state that the next round's followed; 0 before there is one."""
 
     @property
     def may_train(self) -> bool:
@@ -148,7 +151,10 @@ class StepLoop(ThreadOwned):
         self.assert_owner()
         self.has_started = True
         self._accepted_windows = move.accepted_windows
-        self._usual_windows = move.own_windows or self._usual_windows
+        trained = self.trained_windows - self._trained_before
+        if trained and move.round == self._round + 1:
+            self._usual_windows = trained
+        self._round, self._trained_before = move.round, self.trained_windows
         if self._spec.audit.replayable:
             self.drop()
         self._set_rate()
@@ -168,8 +174,7 @@ class StepLoop(ThreadOwned):
             target = self._spec.round.target_tokens
             self._inner.set_rate(replayable_factor(self._spec.inner.schedule, accepted, target))
             return
-        windows = self._exchange.windows
-        since = windows.counter - windows.claimed_from + self._spec.inner.batch / 2
+        since = self.trained_windows - self._trained_before + self._spec.inner.batch / 2
         accepted = self._accepted_windows * self._spec.data.window_tokens
         schedule, target = self._spec.inner.schedule, self._orders.target_tokens
         self._inner.set_rate(step_factor(schedule, accepted, target, since, self._usual_windows))

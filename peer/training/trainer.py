@@ -92,7 +92,7 @@ class Trainer:
         self.peak_flops = peak_flops(self.backend.devices)
         self.folder = SavedFolder(
             start.state_folder, self.spec.run_id, start.identity_key, self.spec.model.layout,
-            replayable=self.spec.audit.replayable,
+            replayable=self.spec.audit.replayable, device=self.backend.device_name, gpu_memory=start.gpu_memory,
         )  # fmt: skip
         batches = _batches(self.spec, start, self.backend, report)
         self.steps = StepLoop(

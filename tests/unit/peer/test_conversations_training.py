@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from peer.training.inner_optimizer import InnerOptimizer
 from protocol import packed_sequences
+from protocol.errors import SpecError
 from protocol.marked_tokens import IGNORED, inputs_of
 from protocol.model import build_model
 from protocol.spec import BEGINS, NUMBER, TRAINED, ConversationSpec, InnerSpec, Schedule
@@ -20,9 +21,11 @@ WIDTH = 24
 WHOLE = ConversationSpec(window_tokens=5, attention="window")
 
 
-def optimizer(conversations: ConversationSpec | None = APART, kind: str = "llama", batch: int = 4) -> InnerOptimizer:
+def optimizer(
+    conversations: ConversationSpec | None = APART, kind: str = "llama", batch: int = 4, **config: float
+) -> InnerOptimizer:
     spec = InnerSpec(lr=1e-3, batch=batch, clip_norm=1e6, optimizer="adamw", schedule=Schedule(kind="constant"))
-    fields = TINY_LLAMA | {"model_type": kind, "vocab_size": 64}
+    fields = TINY_LLAMA | {"model_type": kind, "vocab_size": 64} | config
     if kind == "gpt_neox":
         del fields["num_key_value_heads"]
     model = build_model(fields, seed=1)
@@ -104,11 +107,28 @@ def test_positions_begin_anew_with_each_document():
     assert inputs_of(tokens, WHOLE).positions is None
 
 
+def test_a_transformers_that_cannot_keep_documents_apart_is_refused_before_the_first_step(monkeypatch):
+    monkeypatch.setattr(packed_sequences, "control_detection", lambda: False)
+    with pytest.raises(SpecError, match="cannot: install a newer one .*pip install --upgrade transformers"):
+        optimizer()
+    optimizer(None)
+    assert optimizer(WHOLE).window_losses(windows()).isfinite().all()
+
+
 def test_a_window_s_loss_is_the_mean_of_its_trained_tokens():
     inner, given = optimizer(), windows(3, 3)
     losses = inner.window_losses(given)
     for row, loss in zip(given, losses.tolist(), strict=True):
         assert loss == pytest.approx(gradient(inner, row[None])[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_window_s_loss_is_measured_without_dropout(is_training):
+    inner, given = optimizer(attention_dropout=0.5), windows(3, 3)
+    inner.model.train(is_training)
+    losses = inner.window_losses(given)
+    assert torch.equal(inner.window_losses(given), losses) and inner.model.training == is_training
+    assert torch.allclose(losses, optimizer().window_losses(given))
 
 
 def test_plain_text_after_conversations_is_not_searched_for_documents():

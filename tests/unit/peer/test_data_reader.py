@@ -14,6 +14,8 @@ import torch
 from pydantic import ValidationError
 
 from coordinator.tls import load_or_make
+from peer.channel import Note
+from peer.channel.messages import from_line, to_line
 from peer.training import sources
 from peer.training.data import Batches, DataError, DataUnavailableError, WindowReader
 from peer.training.sources import MAX_REDIRECTS, SourceError, at_address
@@ -77,6 +79,8 @@ class Server:
                     self.send_response(302)
                     self.send_header("Location", fault.split()[1] + self.path)
                     return self.end_headers()
+                if fault == "a long status line":
+                    return self.wfile.write(b"x" * 65_530 + b"\r\n")
                 if fault == "continue":
                     try:
                         while True:
@@ -204,6 +208,20 @@ def test_a_bad_server_is_named_bounded_and_left_for_the_next(shards, fault, says
         with pytest.raises(DataUnavailableError, match=says):
             alone = spec(refs, bad.address)
             WindowReader(alone, timeout=2, report=told.append, private_data=True).read([index])
+
+
+def test_what_a_server_s_long_status_line_makes_a_trainer_report_reaches_the_node(shards):
+    folder, refs, arrays = shards
+    told: list[str] = []
+    with Server(folder, "a long status line") as bad, Server(folder) as good:
+        data = spec(refs, bad.address, good.address)
+        reader = WindowReader(data, timeout=2, report=told.append, private_data=True)
+        assert np.array_equal(reader.read([0])[0].numpy(), expected(arrays, 0))
+        note = Note("warning", "data", told[0])
+        assert bad.address in note.text and from_line(to_line(note)) == note
+        with pytest.raises(DataUnavailableError, match="cannot be had: .*xxx") as e:
+            WindowReader(spec(refs, bad.address), timeout=2, report=told.append, private_data=True).read([0])
+        assert len(str(e.value)) < 1000
 
 
 def test_an_answer_that_breaks_off_is_no_wrong_bytes_and_its_server_is_asked_again(shards, monkeypatch):

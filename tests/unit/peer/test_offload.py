@@ -29,7 +29,7 @@ from protocol.layout import REFERENCE_NORMS
 from protocol.outer import Contribution
 from protocol.spec import RunSpec
 from protocol.state import state_digest, state_layout
-from protocol.training_memory import model_bytes, round_bytes
+from protocol.training_memory import SAVED_BYTES, model_bytes, round_bytes
 from protocol.units import byte_size
 from tests.support.mapped import is_in_a_file_of
 from tests.support.specs import tiny_spec
@@ -70,7 +70,7 @@ def test_what_training_holds_is_what_was_estimated(optimizer, outer):
 def test_files_come_last_of_the_places_of_the_state_between_rounds(monkeypatch, tmp_path):
     spec, gpu = spec_of("muon", "nesterov"), torch.device("cuda:0")
     size = round_bytes(spec.model.layout, spec.outer)
-    needed = size + offload.SAVED_BYTES * spec.model.layout.numel
+    needed = size + SAVED_BYTES * spec.model.layout.numel
     for free, fits, room, home, made in (
         (10 * needed, False, size, "memory", Offload(gpu, True)),
         (needed, True, size, "device", Offload(gpu)),
@@ -140,9 +140,7 @@ def test_a_trainer_whose_state_lies_in_files_says_how_large_they_are_and_what_is
             trainer.close(in_order=True)
     (level, _, text), *others = said
     assert level == "warning" and not others
-    least, copied = (
-        byte_size(n / offload.SHARE) for n in (size, size + offload.SAVED_BYTES * world.spec.model.layout.numel)
-    )
+    least, copied = (byte_size(n / offload.SHARE) for n in (size, size + SAVED_BYTES * world.spec.model.layout.numel))
     sizes = [byte_size(size), byte_size(written_bytes(world.spec)), f"({least} must be free)"]
     says = ["wears an SSD", "training waits", "add memory", "larger GPU", "smaller --disk"]
     assert all(words in text for words in sizes + says)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import threading
 import time
 from pathlib import Path
@@ -13,15 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from peer.channel import Memory, Progress, TimeShares
+from peer.channel import Failed, Memory, Note, Progress, TimeShares, TrainerEnd
+from peer.channel.messages import from_line, to_line
 from peer.node.usage_log import FIRST_LINE_SECONDS, LINE_SECONDS, UsageLog
 from peer.training import memory
 from peer.training.device import pinned_for
 from peer.training.flops import flops_per_token, mfu, peak_flops
 from peer.training.inner_optimizer import InnerOptimizer
+from peer.training.service import TrainerService
+from peer.training.step_loop import StepLoop
 from peer.training.time_breakdown import BREAKDOWN_SECONDS, Activity, TimeBreakdown
 from peer.training.trainer import Trainer
 from protocol import packed_sequences
+from protocol.errors import SpecError
 from protocol.model import build_model
 from protocol.spec import InnerSpec, Schedule
 from tests.support.specs import TINY_LLAMA
@@ -29,6 +34,35 @@ from tests.support.trainer_world import World
 from tests.support.waiting import LIMIT, wait_until
 
 CPU = torch.device("cpu")
+
+
+def test_a_note_that_quotes_many_servers_is_one_that_the_node_takes(tmp_path):
+    world, (ours, theirs) = World.make(tmp_path), socket.socketpair()
+    with ours, theirs, theirs.makefile("rb") as node:
+        service = TrainerService(TrainerEnd(ours))
+        trainer = service.make_trainer(world.start(1))
+        trainer.base.feedback_contents.report("warning", "data", "no data from https://a/ (" + "x\n" * 70_000)
+        service.process(trainer, world.load())
+        note = from_line(node.readline().rstrip(b"\n"))
+        trainer.close()
+    assert isinstance(note, Note) and note.text.startswith("no data from https://a/ (x x")
+
+
+def test_an_error_for_people_within_a_step_is_told_with_its_remedy(tmp_path, monkeypatch):
+    world, (ours, theirs) = World.make(tmp_path), socket.socketpair()
+
+    def step(*_: object) -> None:
+        raise SpecError("this run needs a newer transformers: install it")
+
+    monkeypatch.setattr(StepLoop, "step", step)
+    theirs.sendall(to_line(world.start(1)) + to_line(world.load()))
+    codes: list[int] = []
+    training = in_a_thread(lambda: codes.append(TrainerService(TrainerEnd(ours)).run()))
+    with ours, theirs, theirs.makefile("rb") as node:
+        while not isinstance(said := from_line(node.readline().rstrip(b"\n")), Failed):
+            pass
+        training.join(LIMIT)
+    assert said == Failed("train", "this run needs a newer transformers: install it", fatal=True) and codes == [1]
 
 
 # -- where the time goes ---------------------------------------------------------------------------------------

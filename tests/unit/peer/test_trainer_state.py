@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from peer.channel import Apply, MakeUpdate, NothingDone, Orders, UpdateMade
+from peer.channel import Apply, MakeUpdate, NothingDone, Orders, UpdateFile, UpdateMade
 from peer.errors import SavedStateError, TrainingError
 from peer.training.saved_state import STATE_MANIFEST, UPDATE_MANIFEST
 from peer.training.step_loop import MAX_NON_FINITE
@@ -301,6 +301,22 @@ def test_the_learning_rate_follows_what_the_chain_accepted(tmp_path):
     assert trainer.backend.inner.learning_rate == 0.0
 
 
+@pytest.mark.parametrize("accepted", [True, False])
+def test_the_place_in_a_round_counts_own_windows_as_trained_since_the_state_came(tmp_path, accepted):
+    schedule = Schedule(kind="constant", warmup_tokens=1000 * BATCH * WINDOW)
+    trainer = loaded(World.make(tmp_path, schedule=schedule, lr=1.0))
+    train(trainer, 4)
+    made = update(trainer, tmp_path / "u")
+    # The record weighs the claim of a newcomer down to a window, or leaves it out; other peers had 10 steps' windows.
+    weighed = replace(accepted_round(0, (1, made)), updates=(UpdateFile(peer_key(1), 1, made.blob_path),))
+    record, end = (weighed, made.end_window) if accepted else (accepted_round(0), 0)
+    apply(trainer, Apply(record, () if accepted else (made.blob_path,), end, 10 * BATCH))
+    for step in range(8):
+        train(trainer, 1)
+        batches = 10 + 10 * (step + 0.5) / 4
+        assert trainer.backend.inner.learning_rate == pytest.approx(batches / 1000)
+
+
 def test_muon_steps_hidden_matrices_and_adamw_all_else(tmp_path):
     trainer = loaded(World.make(tmp_path, optimizer="muon"))
     train(trainer, 1)
@@ -471,8 +487,43 @@ def test_one_killed_right_after_announcing_whose_update_was_accepted_does_not_se
         for t in (*accepted.backend.outer.feedback.values(), *dict(accepted.backend.outer.progress()).values())
     )
     assert accepted.windows.claim(99) is None and not heard
-    # Decided: nothing of it is left to be taken for undecided after the next restart.
+    # Decided: once a state is saved that knows of it, nothing of it is left.
+    assert len(list(accepted.folder.folder.glob("update*"))) == 2
+    accepted.checkpointer.save_now()
+    apply(accepted, Apply(accepted_round(1), (), made.end_window, made.end_window))
     assert not list(accepted.folder.folder.glob("update*"))
+
+
+@pytest.mark.parametrize("fate", ["accepted", "missed"])
+def test_a_saved_update_is_not_taken_for_a_later_one_of_the_same_windows(world, fate):
+    before = loaded(world)
+    train(before, 2)
+    first = update(before, world.folder / "u")
+    before.checkpointer.save_now()  # the first is undecided, and more was left of its feedback than the codec sends
+    assert any(bool(t.any()) for t in before.backend.outer.feedback.values())
+    rounds = [accepted_round(0)]
+    apply(before, Apply(rounds[0], (first.blob_path,), 0, 0))
+    second = update(before, world.folder / "v")  # with all that was left
+    assert (second.first_window, second.end_window) == (first.first_window, first.end_window)
+    next_window = second.end_window if fate == "accepted" else 0
+    rounds.append(accepted_round(1, *([(1, second)] if fate == "accepted" else [])))
+    missed = () if fate == "accepted" else (second.blob_path,)
+    apply(before, Apply(rounds[1], missed, next_window, next_window))
+    train(before, 1)
+
+    after, heard = born(world)  # killed before it saved again
+    after.load(world.load(*rounds, next_window=next_window))
+    left = {n: torch.zeros_like(t) for n, t in after.backend.outer.feedback.items()}
+    if fate == "missed":
+        after.base.codec.add_to(second.blob_path.read_bytes(), left)
+    same(after.backend.outer.feedback, left, atol=0)
+    assert not heard and not any(bool(t.any()) for t in dict(after.backend.outer.progress()).values())
+    train(after, 1)
+    after.checkpointer.save_now()
+    again, _ = born(world)
+    again.load(world.load(*rounds, next_window=next_window))
+    same(again.backend.outer.feedback, left, atol=0)
+    assert again.windows == after.windows
 
 
 def test_a_state_saved_after_the_announcement_is_taken_up_whole(world):
@@ -523,6 +574,8 @@ def test_a_saved_state_older_than_what_was_accepted_since_is_not_sent_again(worl
     train(before, 2)
     made = update(before, world.folder / "u")
     apply(before, Apply(accepted_round(0, (1, made)), (), made.end_window, made.end_window))
+    for path in before.folder.folder.glob("update*"):  # as in a copy of the folder that is as old as the state
+        path.unlink()
     after, heard = born(world)
     after.load(world.load(accepted_round(0, (1, made)), next_window=made.end_window))
     assert heard.kinds() == ["saved-state"]
@@ -586,13 +639,17 @@ def test_a_damaged_saved_state_is_reported_set_aside_and_training_starts_anew(wo
     assert not heard
 
 
-def test_that_memory_ran_out_is_known_after_a_restart(world):
+def test_that_memory_ran_out_is_known_after_a_restart_on_the_same_device(world):
     trainer = loaded(world)
     train(trainer, 1)
     assert not trainer.folder.memory_ran_out
     trainer.folder.note_memory_ran_out()
     trainer.checkpointer.save_now()
     assert born(world)[0].folder.memory_ran_out
+    assert not born(world, gpu_memory=10**9)[0].folder.memory_ran_out
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("peer.training.single_process.device_name", lambda _: "a larger GPU")
+        assert not born(world)[0].folder.memory_ran_out
 
 
 @pytest.mark.parametrize("replayable", [False, True])
