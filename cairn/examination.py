@@ -28,9 +28,9 @@ from peer.doctor import links, pace
 from peer.doctor.clock import clock_finding
 from peer.doctor.device import device_finding, files_finding, memory_finding
 from peer.doctor.device_process import try_device
-from peer.doctor.disk import disk_finding, files_room, state_bytes
+from peer.doctor.disk import disk_finding, files_room, saved_size, state_bytes
 from peer.doctor.findings import DoctorFinding, Verdict, verdict_of
-from peer.doctor.measurements import DownloadProbe
+from peer.doctor.measurements import DownloadProbe, Trial
 from peer.doctor.probes import DiskSpace, dial, disk_space, own_address
 from peer.fetched_data import data_bytes
 from peer.node.enrollment import run_folder
@@ -102,24 +102,17 @@ async def examine(machine: Examined, via: Sequence[str], progress: Progress = la
         return Report(machine.invite.run, (versions, DoctorFinding(name, "no", str(e))))
     spec, place = info.spec, machine.invite.coordinators[0]
     own = await asyncio.to_thread(own_address, place.host, place.port)
-    space = disk_space(run_folder(machine.home, spec.run_id) / "store")
+    run = run_folder(machine.home, spec.run_id)
+    space = disk_space(run / "store")
     findings = [
         versions, links.run_finding(info, status), clock_finding(ahead), links.reach_finding(reached, own),
         _disk(machine, space, spec),
     ]  # fmt: skip
-    room = files_room(spec, limit=machine.disk, used=space.used, free=space.free, private_data=machine.private_data)
-    # On the disk of --home if the trainer's files have room there: they would fill a /tmp that lies in memory.
-    parent = space.folder if room >= round_bytes(spec.model.layout, spec.outer) else None
-    with tempfile.TemporaryDirectory(prefix="cairn-doctor-", dir=parent) as folder:
-        file = Path(folder) / "spec.json"
-        file.write_bytes(spec.canonical())
-        options = NodeOptions(
-            machine.home, device=machine.device, parallel=machine.parallel, gpu_memory=lambda: machine.gpu_memory
-        )
-        share = options.gpu_share(replayable=spec.audit.replayable)
-        trial = await try_device(
-            file, machine.device, machine.parallel, os.cpu_count() or 1, progress, share, machine.moments, room
-        )
+    room = files_room(
+        spec, limit=machine.disk, used=space.used, free=space.free, private_data=machine.private_data,
+        saved=saved_size(run / "trainer"),
+    )  # fmt: skip
+    trial = await _trial(machine, spec, space, room, progress)
     swarm = links.swarm_of(status)
     speed = pace.pace_of(spec, swarm, trial)
     first = data_bytes(spec, private_data=machine.private_data) + state_bytes(spec)
@@ -147,6 +140,25 @@ def _versions() -> DoctorFinding:
     found = {"cairn": __version__, "protocol": str(PROTOCOL), "Python": platform.python_version()}
     found |= {name: version(name) for name in ("torch", "transformers", "hivemind")}
     return links.versions_finding(found)
+
+
+async def _trial(machine: Examined, spec: RunSpec, space: DiskSpace, room: int, progress: Progress) -> Trial:
+    """Return the trial of the device, or why there was none. `room`: bytes of files that the trainer may have."""
+    # On the disk of --home if the trainer's files have room there: they would fill a /tmp that lies in memory.
+    parent = space.folder if room >= round_bytes(spec.model.layout, spec.outer) else None
+    options = NodeOptions(
+        machine.home, device=machine.device, parallel=machine.parallel, gpu_memory=lambda: machine.gpu_memory
+    )
+    share = options.gpu_share(replayable=spec.audit.replayable)
+    try:
+        with tempfile.TemporaryDirectory(prefix="cairn-doctor-", dir=parent) as folder:
+            file = Path(folder) / "spec.json"
+            file.write_bytes(spec.canonical())
+            return await try_device(
+                file, machine.device, machine.parallel, os.cpu_count() or 1, progress, share, machine.moments, room
+            )
+    except OSError as e:
+        return Trial(refused=f"it was not tried, since that takes a file for a minute ({e}): free some of that disk")
 
 
 def _disk(machine: Examined, space: DiskSpace, spec: RunSpec) -> DoctorFinding:

@@ -19,6 +19,7 @@ from cairn.commands.join import (
 )
 from cairn.commands.options import device_option, home_option, invite_argument, via_option
 from cairn.connection import parse_invite
+from cairn.stop_signals import sigterm_as_ctrl_c
 
 if TYPE_CHECKING:
     from peer.channel import MomentForm
@@ -57,7 +58,8 @@ def doctor(
     waiting = Console(stderr=True, highlight=False)
     with waiting.status("asking the coordinator") as status:
         examined = Examined(parsed, home, disk, allow_private_data, device, parallel, limit, moments)
-        report = asyncio.run(examine(examined, via, lambda text: status.update(Text(text))))
+        with sigterm_as_ctrl_c():  # else the trial's folder stays
+            report = asyncio.run(examine(examined, via, lambda text: status.update(Text(text))))
     if as_json:
         print(json.dumps(as_plain(report), indent=1))
     else:

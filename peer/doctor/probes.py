@@ -61,7 +61,7 @@ async def _takes(host: str, port: int) -> bool:
     try:
         async with async_timeout.timeout(DIAL_SECONDS):
             _, writer = await asyncio.open_connection(host, port)
-    except (OSError, asyncio.TimeoutError):
+    except (OSError, ValueError, asyncio.TimeoutError):  # ValueError: no name of a host
         return False
     writer.close()
     return True

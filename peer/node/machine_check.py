@@ -11,7 +11,7 @@ from typing import Any
 
 from peer.doctor.device import memory_finding
 from peer.doctor.device_process import CHECK_SECONDS, run_check
-from peer.doctor.disk import disk_finding, files_room
+from peer.doctor.disk import disk_finding, files_room, saved_size
 from peer.doctor.measurements import Device, Trial
 from peer.errors import PeerError
 from peer.node.options import NodeOptions
@@ -35,7 +35,8 @@ async def check_machine(spec: RunSpec, options: NodeOptions, store: Store) -> No
     check_disk(spec, options, store)
     with disk(f"reading the size of the disk of {store.folder}"):
         limit, used, free = store.limit_bytes, store.used_bytes, store.free_bytes
-    room = files_room(spec, limit=limit, used=used, free=free, private_data=options.private_data)
+    saved, private = saved_size(options.folder / "trainer"), options.private_data
+    room = files_room(spec, limit=limit, used=used, free=free, private_data=private, saved=saved)
     await check_devices(spec, options, room)
 
 

@@ -6,25 +6,35 @@ no longer count. So the epoch of the saved state, the number of rollbacks that i
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from pathlib import Path
 
 from peer.channel import Start
-from peer.doctor.disk import files_room
+from peer.doctor.disk import SAVED_TENSORS, files_room, saved_size
+from peer.errors import NotInSwarm, PeerError
 from peer.fetched_data import fetched_shards
 from peer.node.base_model import fetch_base_nearby, fetch_seconds
+from peer.node.failure_log import FailureLog
 from peer.node.network import Network
 from peer.node.options import NodeOptions
 from peer.store import Store
 from peer.store.disk import disk, remove
+from peer.swarm.errors import SwarmError
 from protocol.chain import Chain
 from protocol.ids import PeerKey
 from protocol.spec import BlobRef, RunSpec
 
+log = logging.getLogger(__name__)
+
+TURN_SECONDS = 600.0
+"""Seconds after which the members that are there by then are asked for the rest of a file."""
+
+AGAIN_SECONDS = 5.0
+"""Seconds until a file that nobody gave is asked for again: members come, go, and start again."""
+
 EPOCH = "epoch"
 """Name of the value in the store."""
-
-SAVED_TENSORS = "trainer-*.safetensors"
-"""The saved state's tensors in the trainer's folder."""
 
 _SAVED_STATE = (
     SAVED_TENSORS, "trainer.json", "update*", "dropped-*", ".trainer-*", ".update*", ".dropped-*",
@@ -50,20 +60,39 @@ async def fetch_training_files(spec: RunSpec, store: Store, network: Network, *,
 
 
 async def _fetch(what: str, blob: BlobRef, store: Store, network: Network) -> None:
-    if not store.has(blob.name):
-        await network.fetch_blob(
-            blob.name, blob.size, network.providers(),
-            deadline_seconds=fetch_seconds(blob.size), what=f"the run's {what}",
-        )  # fmt: skip
+    """Fetch a blob that is not here. The members that are there by then are asked again until its time is over."""
+    if store.has(blob.name):
+        return
+    seconds, now, failures = fetch_seconds(blob.size), asyncio.get_running_loop().time, FailureLog()
+    deadline = now() + seconds
+    with network.downloads.noted(f"the run's {what}", blob.name, blob.size):
+        while True:
+            turn_ends = min(deadline, now() + TURN_SECONDS)
+            try:
+                await network.fetch_blob(blob.name, blob.size, network.providers(), deadline_seconds=turn_ends - now())
+                return
+            except (SwarmError, NotInSwarm) as e:
+                if now() + AGAIN_SECONDS >= deadline:
+                    raise PeerError(
+                        f"the run's {what} did not arrive within {seconds / 3600:.1f} h: {e}. Check that this machine "
+                        "is online and that members are there; the same command goes on from what has arrived"
+                    ) from None
+                if now() >= turn_ends:
+                    continue
+                if failures.failed(now()):
+                    log.warning("the run's %s is asked for again: %s", what, e)
+            await asyncio.sleep(AGAIN_SECONDS)
 
 
 def start_message(spec: RunSpec, store: Store, key: PeerKey, options: NodeOptions) -> Start:
     """Return the trainer's first message; the spec is written to a file for it. Raises StoreError."""
     limit, used, free = store.limit_bytes, store.used_bytes, store.free_bytes
+    folder, private = options.folder / "trainer", options.private_data
+    room = files_room(spec, limit=limit, used=used, free=free, private_data=private, saved=saved_size(folder))
     return Start(
         spec_path=write_spec(spec, options.folder),
         identity_key=key,
-        state_folder=options.folder / "trainer",
+        state_folder=folder,
         device=options.device,
         threads=options.threads,
         parallel=options.parallel,
@@ -71,10 +100,10 @@ def start_message(spec: RunSpec, store: Store, key: PeerKey, options: NodeOption
         compile=options.compile,
         moments=options.moments,
         overlap=options.overlap,
-        private_data=options.private_data,
+        private_data=private,
         shards=data_shards(spec, store),
         base=base_file(spec, store),
-        disk=files_room(spec, limit=limit, used=used, free=free, private_data=options.private_data),
+        disk=room,
     )
 
 

@@ -116,6 +116,20 @@ async def test_a_machine_that_does_not_fit(
     assert max(len(line) for line in done.stdout.splitlines() if "/" not in line) <= 80
 
 
+async def test_without_room_for_a_trial_all_else_is_told(
+    tmp_path: Path, served: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(examination, "disk_space", lambda store: DiskSpace(tmp_path, True, 0, 1000))
+    async with running(served, SPEC) as (coordinator, _):
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "full"))
+        done = await doctor(coordinator, tmp_path / "home", "--json")
+        assert nothing_is_left(coordinator, tmp_path / "home", temporary)
+    findings = {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}
+    assert done.returncode == 1 and findings["disk"]["verdict"] == findings["device"]["verdict"] == "no"
+    assert "not tried" in findings["device"]["found"] and str(tmp_path / "full") in findings["device"]["found"]
+    assert "free some of that disk" in findings["device"]["found"] and "seen" in findings
+
+
 async def test_for_a_run_that_is_over_no_machine_is_examined(tmp_path: Path, served: Path, temporary: Path):
     home, spec = tmp_path / "home", make_spec(total_tokens=20 * SPEC.data.window)
     async with running(served, spec=spec) as (coordinator, swarm):

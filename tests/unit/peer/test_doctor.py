@@ -13,7 +13,7 @@ from peer.coordinator_client import LastState, PeerStatus, RunInfo, SwarmStatus
 from peer.doctor import links, pace
 from peer.doctor.clock import clock_finding
 from peer.doctor.device import device_finding, files_finding, fits, memory_finding
-from peer.doctor.disk import disk_finding, files_room, state_bytes
+from peer.doctor.disk import disk_finding, files_room, saved_size, state_bytes
 from peer.doctor.findings import DoctorFinding, verdict_of
 from peer.doctor.measurements import Device, DownloadProbe, PresentSwarm, Sample, Trial, step_seconds
 from peer.doctor.probes import dial, disk_space
@@ -22,6 +22,8 @@ from peer.fetched_data import data_bytes
 from peer.training.offload import note_of
 from protocol.ids import Digest
 from protocol.spec import RunSpec
+from protocol.training_memory import SAVED_BYTES
+from protocol.units import byte_size
 from tests.support.node_world import address_of
 from tests.support.specs import digest, identity, spec_fields, tiny_spec
 
@@ -34,6 +36,7 @@ CPU = Device("CPU x86_64", "cpu", "fsdp=2", 2, 3 * GB, 7 * GB, 8 * GB, "2.9.0+cp
 BASE = GB
 """Bytes of a state."""
 NOTE = note_of("files", SPEC)
+SAVED_TWICE = 2 * SAVED_BYTES * SPEC.model.layout.numel
 
 
 def spec_with(**rounds: object) -> RunSpec:
@@ -77,7 +80,23 @@ def test_the_disk(tmp_path: Path):
     says(found(GB, 0, GB // 2), "warning", "may grow to 1.0 GB", "--disk")
     says(found(20_000, 0, GB), "no", "--disk allows 20.0 kB")
     says(found(GB, 0, 1000), "no", "1.0 kB are free", "--home")
-    says(found(GB, GB, 1000), "ok")  # it has everything already
+    # It has everything already, but what is saved.
+    says(found(GB, GB, SAVED_TWICE - 1), "no", f"{byte_size(SAVED_TWICE)} for what the trainer saves", "--home")
+    says(found(GB, GB, SAVED_TWICE), "ok")
+    says(found(GB, GB - 1000, SAVED_TWICE + 999), "warning", "may grow to 1.0 GB")
+
+
+def test_what_a_trainer_has_saved_needs_no_room_again(tmp_path: Path):
+    store, saved = tmp_path / "store", tmp_path / "trainer" / "trainer-7.safetensors"
+    saved.parent.mkdir()
+    saved.write_bytes(bytes(SAVED_TWICE // 2))
+
+    def found(free: int) -> DoctorFinding:
+        return disk_finding(SPEC, store, limit=GB, used=GB, free=free, private_data=False)
+
+    says(found(SAVED_TWICE // 2 - 1), "no")
+    says(found(SAVED_TWICE // 2), "ok")
+    assert saved_size(saved.parent) == SAVED_TWICE // 2 and saved_size(store) == 0
 
 
 def test_the_disk_needs_no_room_for_data_that_is_read_at_an_address(tmp_path: Path):
@@ -85,7 +104,7 @@ def test_the_disk_needs_no_room_for_data_that_is_read_at_an_address(tmp_path: Pa
     data["train"] = [{"digest": data["train"][0]["digest"], "size": 10 * GB, "tokens": 5 * GB}]
     spec = tiny_spec(data=data)
     says(disk_finding(spec, tmp_path, limit=GB, used=0, free=GB, private_data=False), "no", "10.0 GB of data")
-    says(disk_finding(spec, tmp_path, limit=GB, used=0, free=GB, private_data=True), "ok", "1.0 kB of data")
+    says(disk_finding(spec, tmp_path, limit=GB, used=0, free=2 * GB, private_data=True), "ok", "1.0 kB of data")
 
 
 def test_files_of_the_trainer_have_half_of_what_data_and_checkpoints_leave():
@@ -93,7 +112,10 @@ def test_files_of_the_trainer_have_half_of_what_data_and_checkpoints_leave():
     held = data + states
 
     def room(limit: int, used: int, free: int) -> int:
-        return files_room(SPEC, limit=limit, used=used, free=free, private_data=False)
+        found = files_room(SPEC, limit=limit, used=used, free=free + SAVED_TWICE, private_data=False)
+        again = files_room(SPEC, limit=limit, used=used, free=free, private_data=False, saved=SAVED_TWICE)
+        assert found == again
+        return found
 
     assert room(held + 2 * GB, 0, 100 * GB) == room(held + 2 * GB, held + GB, GB) == GB
     assert room(held + 20 * GB, 0, held + GB) == room(held + 20 * GB, 2 * held, GB) == GB
@@ -311,4 +333,13 @@ async def test_only_an_address_of_tcp_that_somebody_listens_at_is_reached():
     there = address_of(key).replace("4001", str(port))
     async with server:
         assert await dial([there, there, "/p2p-circuit", "nonsense"]) == {there.split("/p2p/")[0]: True}
+    assert await dial([there]) == {there.split("/p2p/")[0]: False}
+
+
+async def test_a_name_that_is_no_name_of_a_host_is_not_reached(monkeypatch: pytest.MonkeyPatch):
+    async def open_connection(*_: object) -> None:
+        "a..example".encode("idna")
+
+    monkeypatch.setattr(asyncio, "open_connection", open_connection)
+    there = address_of(identity("ada").key)
     assert await dial([there]) == {there.split("/p2p/")[0]: False}

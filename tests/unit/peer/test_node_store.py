@@ -11,14 +11,17 @@ from typing import Any, cast
 
 import pytest
 
+from peer.errors import NotInSwarm, PeerError
 from peer.node import chain_store as module
+from peer.node import trainer_files
 from peer.node.blob_retention import BlobRetention
 from peer.node.chain_store import ChainStore
-from peer.node.downloads import Download
+from peer.node.downloads import Download, DownloadTable
 from peer.node.options import NodeOptions
 from peer.node.snapshot import FILE, Snapshot, read_snapshot, write_snapshot
 from peer.node.trainer_files import fetch_assets, start_message
 from peer.store import Store, StoreError
+from peer.swarm.errors import BlobFetchError
 from protocol.chain import Chain, ChainLimits
 from protocol.errors import ChainError, FinalizedConflict, MalformedError
 from protocol.identity import Identity
@@ -470,12 +473,41 @@ async def test_shards_come_from_the_swarm_if_no_address_may_be_used(store, tmp_p
     async def fetch_blob(digest: Digest, *_: object, **__: object) -> None:
         asked.append(digest)
 
-    network = cast(Any, SimpleNamespace(fetch_blob=fetch_blob, providers=list))
+    network = cast(Any, SimpleNamespace(fetch_blob=fetch_blob, providers=list, downloads=DownloadTable(store)))
     await fetch_assets(spec, store, network, private_data=private)
     assert asked[0] == spec.tokenizer.name
     assert asked[1:] == ([s.name for s in spec.data.train] if fetched else [])
     start = start_message(spec, store, Identity(bytes(32)).key, NodeOptions(tmp_path, private_data=private))
     assert start.private_data == private
+
+
+@pytest.mark.parametrize("failure", [BlobFetchError(SPEC.tokenizer.name, "no provider is left", {}), NotInSwarm("-")])
+async def test_the_runs_files_are_asked_for_again_of_those_that_are_there_then(store, monkeypatch, failure):
+    monkeypatch.setattr(trainer_files, "AGAIN_SECONDS", 0.0)
+    there, asked = iter((["who left"], ["who left"], ["who came"])), []
+
+    async def fetch_blob(digest: Digest, size: int, providers: list[str], **_: object) -> None:
+        asked.append(providers)
+        if providers == ["who left"]:
+            raise failure
+
+    network = SimpleNamespace(
+        fetch_blob=fetch_blob, providers=lambda: next(there, ["who came"]), downloads=DownloadTable(store)
+    )
+    await fetch_assets(SPEC, store, cast(Any, network), private_data=False)
+    assert asked[:3] == [["who left"], ["who left"], ["who came"]]
+
+
+async def test_files_that_never_come_end_the_peer_with_what_to_do(store, monkeypatch):
+    monkeypatch.setattr(trainer_files, "AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(trainer_files, "fetch_seconds", lambda size: 0.1)
+
+    async def fetch_blob(digest: Digest, *_: object, **__: object) -> None:
+        raise BlobFetchError(digest, "nobody is known to hold it", {})
+
+    network = SimpleNamespace(fetch_blob=fetch_blob, providers=list, downloads=DownloadTable(store))
+    with pytest.raises(PeerError, match="tokenizer did not arrive .*nobody is known.* the same command goes on"):
+        await fetch_assets(SPEC, store, cast(Any, network), private_data=False)
 
 
 def test_a_trainer_may_have_files_within_the_limit_of_the_disk(tmp_path):
@@ -484,3 +516,15 @@ def test_a_trainer_may_have_files_within_the_limit_of_the_disk(tmp_path):
         with Store(tmp_path / str(limit), limit) as store:
             found.append(start_message(SPEC, store, Identity(bytes(32)).key, NodeOptions(tmp_path)).disk)
     assert found[0] == 0 < found[1] < 5 * 10**8
+
+
+def test_what_a_trainer_has_saved_takes_no_room_of_its_files_again(tmp_path, monkeypatch):
+    saved = []
+    monkeypatch.setattr("peer.node.trainer_files.files_room", lambda *_, **words: saved.append(words["saved"]) or 0)
+    with Store(tmp_path / "store", 10**9) as store:
+        for name in ("trainer-1.safetensors", "pass.json"):
+            start_message(SPEC, store, Identity(bytes(32)).key, NodeOptions(tmp_path))
+            (tmp_path / "trainer").mkdir(exist_ok=True)
+            (tmp_path / "trainer" / name).write_bytes(bytes(1000))
+        start_message(SPEC, store, Identity(bytes(32)).key, NodeOptions(tmp_path))
+    assert saved == [0, 1000, 1000]
