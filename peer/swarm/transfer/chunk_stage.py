@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from math import inf
 from typing import Protocol
 
@@ -15,9 +16,6 @@ from protocol.ids import PeerKey
 
 ACTIVE = 8
 """Providers that chunks are requested from at the same time."""
-
-AGAIN_SECONDS = 3.0
-"""A provider that had nothing of the blob is asked again after this time, while others still give it."""
 
 EARLY = FIRST - 1
 PROVED_EARLY = 2 * EARLY
@@ -87,7 +85,10 @@ class ChunkStage:
         self._opened = opened
         self._waiting = requests.usable()
         self._active: dict[PeerKey, Provider] = {}
-        self._again: list[tuple[float, Provider]] = []
+        self._again: dict[Provider, float] = {}
+        """When to begin again with those that ended, while others are left."""
+        self._given_up: Counter[PeerKey] = Counter()
+        """How often each failed for good since its last chunk. To have nothing of the blob yet is no such failure."""
         for provider in requests.providers:
             provider.begin()
         if opened:
@@ -96,8 +97,8 @@ class ChunkStage:
     @property
     def wake_at(self) -> float:
         """When to call `wake`."""
-        again = self._again[0][0] if self._again and self._opened else inf
-        return min(again, *(p.wake_at for p in self._active.values()), inf)
+        again = self._again.values() if self._opened else ()
+        return min((*again, *(p.wake_at for p in self._active.values())), default=inf)
 
     # -- what the scheduler calls ------------------------------------------------------------------------------------
 
@@ -119,9 +120,10 @@ class ChunkStage:
         for provider in [p for p in self._active.values() if p.wake_at <= now]:
             if provider.wake_at <= now:
                 self._wake_provider(provider)
-        if self._opened and self._again and self._again[0][0] <= now:
-            while self._again and self._again[0][0] <= now:
-                self._waiting.append(self._again.pop(0)[1])
+        if self._opened and (due := [p for p, at in self._again.items() if at <= now]):
+            for provider in due:
+                del self._again[provider]
+            self._waiting += due
             self._fill()
         for provider in [p for p in self._active.values() if p.bad]:
             self.end_provider(provider)
@@ -129,10 +131,11 @@ class ChunkStage:
     # -- providers come and go ---------------------------------------------------------------------------------------
 
     def _fill(self) -> None:
-        """Begin with waiting providers while there is room."""
+        """Begin with waiting providers while there is room. Those that were given up do not keep the stage going."""
         while self._waiting and len(self._active) < ACTIVE:
             self._begin(self._waiting.pop(0))
-        if not self._active and self._opened and self.end is None:
+        left = (*self._active, *(p.peer for p in self._waiting))
+        if self._opened and self.end is None and all(self._given_up[peer] for peer in left):
             self.end = StageEnd.EXHAUSTED
 
     def _begin(self, provider: Provider) -> None:
@@ -158,8 +161,10 @@ class ChunkStage:
         self._requests.cancel_queries(lambda q: q.provider is provider and q.of_chunks)
         provider.begin()
         self._picker.set_idle(provider.peer)
-        if provider.counts.pop(ReplyStatus.MISSING.name, 0) and not provider.bad:
-            self._again.append((self._requests.now + AGAIN_SECONDS, provider))
+        self._given_up[provider.peer] += ReplyStatus.MISSING.name not in provider.counts
+        provider.counts.clear()  # or it would never have its turn while many others have nothing to give
+        if not provider.bad:
+            self._again[provider] = self._requests.again_at(self._given_up[provider.peer])
         if self._opened:
             self._fill()
 
@@ -244,6 +249,7 @@ class ChunkStage:
         match check:
             case ChunkCheck.STORED:
                 provider.proved = True
+                del self._given_up[provider.peer]
                 self.stored_at = self._requests.now
                 self._picker.received(index, self._requests.now, provider.peer)
                 self._release(provider, number)

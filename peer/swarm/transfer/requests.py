@@ -48,6 +48,9 @@ RETRIES = {
 LOST_RETRIES = RetryPolicy(3, 0.2, 3.0, 3.0)
 """For a stream that broke or could not be opened."""
 
+AGAIN = RetryPolicy(inf, 3.0, 2.0, 30.0)
+"""For a provider that was given up while others are left: its failure may have been of a moment."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pause:
@@ -82,7 +85,7 @@ class Provider:
     """Nothing more is requested from it."""
 
     counts: Counter[str] = field(default_factory=Counter)
-    """Failures by kind, since the last data."""
+    """Failures by kind, since the last data, or since it was given up."""
 
     proved: bool = False
     """It gave a correct chunk."""
@@ -188,6 +191,10 @@ class Requests:
     def usable(self) -> list[Provider]:
         """Return the providers that are left: those without recent failures first, else in the caller's order."""
         return sorted((p for p in self.providers if not p.bad), key=lambda p: bool(p.counts))
+
+    def again_at(self, given_up: int) -> float:
+        """Return when to ask a provider again that was given up this number of times."""
+        return self.now + AGAIN.wait(given_up, self._chance)
 
     def gave(self, provider: Provider) -> None:
         """Note that a provider gave data: its failures are forgotten."""

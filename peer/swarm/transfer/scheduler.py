@@ -11,13 +11,14 @@ At most PROVIDERS are considered at a time. When all of them have failed, or non
 others are, with what is here already. So no number of useless providers hides one that has the blob.
 
 Leaf hashes are checked against the digest, and chunks against the leaf hashes. A provider that gives wrong bytes is
-dropped. One that is silent, busy, or not yet willing is asked again, or others are asked in its place.
+dropped. One that is silent, busy, or not yet willing is asked again, or others are asked in its place. One that was
+given up is asked again now and then while others are left.
 """
 
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -26,7 +27,7 @@ from peer.swarm.transfer.actions import Action, Answer, EndFetch, OpenBlob, Prio
 from peer.swarm.transfer.chunk_picker import ChunkPicker
 from peer.swarm.transfer.chunk_stage import ACTIVE, ChunkStage, StageEnd, StreamView
 from peer.swarm.transfer.frames import BlobOp, leaf_pages
-from peer.swarm.transfer.requests import Provider, Query, Requests
+from peer.swarm.transfer.requests import Provider, ProviderActivity, Query, Requests
 from protocol.ids import Digest, PeerKey
 from protocol.merkle import chunk_count
 
@@ -55,11 +56,25 @@ class _Race:
     waiting: list[Provider]
     running: set[PeerKey] = field(default_factory=set)
     next_at: float = inf
+    again: dict[Provider, float] = field(default_factory=dict)
+    """When to ask those again that gave none, while others are left."""
+
+    given_up: Counter[PeerKey] = field(default_factory=Counter)
     pages: dict[PeerKey, dict[int, bytes]] = field(default_factory=dict)
     """Leaf hashes received, by page."""
 
     openings: list[int] = field(default_factory=list)
     """The numbers of the actions that check leaf hashes."""
+
+    @property
+    def wake_at(self) -> float:
+        """When to ask one more."""
+        return min((self.next_at, *self.again.values()))
+
+    @property
+    def is_lost(self) -> bool:
+        """True when nobody is left but those that were given up."""
+        return all(self.given_up[peer] for peer in (*self.running, *(p.peer for p in self.waiting)))
 
 
 class Scheduler:
@@ -117,7 +132,7 @@ class Scheduler:
     @property
     def wake_at(self) -> float:
         """When to call `step` with None, unless there is an answer before."""
-        race = inf if self._race is None else self._race.next_at
+        race = inf if self._race is None else self._race.wake_at
         chunks = inf if self._chunks is None else self._chunks.wake_at
         return min(self._deadline, self._requests.retry_at, race, chunks, self._stalled_at)
 
@@ -151,7 +166,7 @@ class Scheduler:
         if self._stalled_at <= self._requests.now:
             self._replace_stalled()
         self._requests.repeat_due()
-        if self._race is not None and self._race.next_at <= self._requests.now:
+        if self._race is not None and self._race.wake_at <= self._requests.now:
             self._ask_next()
         if self._chunks is not None and not self._over:
             self._chunks.wake()
@@ -189,6 +204,7 @@ class Scheduler:
     def _replace_stalled(self) -> None:
         """Begin again with those that had no turn yet; the likeliest provider stays, and the rest come last."""
         likeliest, *others = self._requests.providers
+        others.sort(key=lambda p: p.activity is not ProviderActivity.OUT)
         self._later.extend(p for p in others if not p.bad)
         self._failed += [p for p in others if p.bad]
         self._requests.providers = [likeliest, *self._next_providers(PROVIDERS - 1)]
@@ -204,8 +220,7 @@ class Scheduler:
         self._begin()
 
     def _begin(self) -> None:
-        providers = len(self._requests.providers) + len(self._later)
-        self._stalled_at = self._requests.now + STALL_SECONDS if providers > ACTIVE else inf
+        self._stalled_at = inf  # to check again what is on disk takes its time
         count = chunk_count(self._requests.size)
         if self._wanted is not None and any(i >= count for i in self._wanted):
             self._wrong_size()
@@ -213,6 +228,11 @@ class Scheduler:
             self._open([bytes(self._digest)][:count], self._wrong_size)  # the tree of one leaf is that leaf
         else:
             self._open(None, self._request_leaves)
+
+    def _await_chunk(self) -> None:
+        """Let others have their turn, if there are any, when no chunk comes from now on."""
+        providers = len(self._requests.providers) + len(self._later)
+        self._stalled_at = self._requests.now + STALL_SECONDS if providers > ACTIVE else inf
 
     def _query_failed(self, query: Query) -> None:
         """Go on without the provider: it gives no answer to this, or its answer was used up."""
@@ -224,16 +244,20 @@ class Scheduler:
     # -- leaf hashes -------------------------------------------------------------------------------------------------
 
     def _ask_next(self) -> None:
-        race = self._race
+        race, now = self._race, self._requests.now
         if race is None:
             return
+        if race.is_lost:
+            self._exhausted()
+            return
+        for provider in [p for p, at in race.again.items() if at <= now]:
+            del race.again[provider]
+            race.waiting.append(provider)
         if race.waiting:
             provider = race.waiting.pop(0)
             race.running.add(provider.peer)
-            race.next_at = self._requests.now + HEDGE_SECONDS if race.waiting else inf
+            race.next_at = now + HEDGE_SECONDS if race.waiting else inf
             self._requests.send(Query(provider, BlobOp.LEAVES, 0, self._leaves_given))
-        elif not race.running:
-            self._exhausted()
 
     def _out_of_race(self, provider: Provider) -> None:
         """Ask the next provider: this one gives no leaf hashes."""
@@ -241,6 +265,9 @@ class Scheduler:
             self._race.running.discard(provider.peer)
             self._race.pages.pop(provider.peer, None)
             self._requests.cancel_queries(lambda q: q.provider is provider and not q.of_chunks)
+            self._race.given_up[provider.peer] += 1
+            if not provider.bad:
+                self._race.again[provider] = self._requests.again_at(self._race.given_up[provider.peer])
             self._ask_next()
 
     def _end_race(self) -> None:
@@ -252,6 +279,7 @@ class Scheduler:
 
     def _request_leaves(self) -> None:
         missing = range(chunk_count(self._requests.size)) if self._wanted is None else sorted(self._wanted)
+        self._await_chunk()
         stage = self._chunks = self._stage(missing, opened=False)
         self._requests.request(ReserveEarly, lambda _: stage.begin_early())
         self._race = _Race(self._requests.usable())
@@ -283,6 +311,7 @@ class Scheduler:
                 refused()
                 return
             self._end_race()
+            self._await_chunk()
             if not missing:
                 self._end()
             elif self._chunks is None:

@@ -28,7 +28,7 @@ from peer.swarm.transfer.frames import BlobOp, BlobReply, Lost, ReplyStatus, enc
 from peer.swarm.transfer.scheduler import HEDGE_SECONDS, PROVIDERS, STALL_SECONDS, Scheduler
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey
-from protocol.merkle import CHUNK, blob_digest, blob_leaves
+from protocol.merkle import CHUNK, blob_digest, blob_leaves, chunk_count
 from tests.support.long_cases import long_cases
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ class Talk:
         size: int = len(DATA),
         deadline: float = 60.0,
     ):
-        self.now = 0.0
+        self.now, self.size = 0.0, size
         self.scheduler = Scheduler(
             ME, providers, digest, size, chunks=None, streams=Streams(),
             has=lambda index: False, here=lambda: 0, chance=random.Random(0),
@@ -285,8 +285,9 @@ def test_when_all_of_the_first_providers_fail_the_next_are_asked():
 
 @pytest.mark.parametrize("count", [ACTIVE, *long_cases(PROVIDERS)])
 def test_providers_that_only_put_us_off_make_room_for_others(count: int):
-    t = Talk([B, *CROWD[: count - 1], A], deadline=600.0)
+    t = Talk([B, *CROWD[:count], A], deadline=600.0)
     t.open()
+    t.slots()
     while A not in {r.peer for r in t.all_of(RequestChunk)}:
         assert not t.all_of(EndFetch) and t.now < count / ACTIVE * STALL_SECONDS + 1
         while t.all_of(RequestChunk):
@@ -297,6 +298,79 @@ def test_providers_that_only_put_us_off_make_room_for_others(count: int):
             t.tell(opening, range(len(LEAVES)))
         t.slots()
     assert t.all_of(CancelAll) and t.now >= STALL_SECONDS
+
+
+def answer_all(t: Talk, answers: dict[BlobOp, dict[PeerKey, BlobReply]], holders: set[PeerKey]) -> None:
+    """Answer each query from `answers` and each chunk from `holders`; all else is lost."""
+    while t.actions and not t.all_of(EndFetch):
+        match action := t.actions.pop(0):
+            case QueryProvider(peer=peer, op=op):
+                t.tell(action, answers[op].get(peer, Lost("the stream broke")))
+            case RequestSlot(peer=peer):
+                t.tell(action, None if peer in holders or peer in answers[BlobOp.HAVE] else Lost("the stream broke"))
+            case RequestChunk(peer=peer):
+                t.tell(action, ChunkCheck.STORED if peer in holders else refusal(ReplyStatus.ABSENT, "not here yet"))
+            case OpenBlob(leaves=leaves):
+                count = chunk_count(t.size)
+                t.tell(action, range(count) if leaves is not None and len(leaves) == count else None)
+            case ReserveEarly():
+                t.tell(action, None)
+
+
+@pytest.mark.parametrize("leechers", [1, ACTIVE - 1, ACTIVE + 3])
+def test_a_seeder_whose_streams_broke_is_asked_again_while_others_only_wait_for_it(leechers: int):
+    data = bytes(12 * CHUNK)
+    t = Talk([*CROWD[:leechers], A], blob_digest(data), len(data), deadline=7200.0)
+    have = dict.fromkeys(CROWD, given(bytes(2)))
+    answers = {BlobOp.LEAVES: {A: given(b"".join(blob_leaves(data)))}, BlobOp.HAVE: have}
+    while t.now < 60:  # longer than its requests are repeated
+        answer_all(t, answers, set())
+        assert not t.all_of(EndFetch)
+        t.wait()
+    have[A] = given(b"\xff\x0f")
+    while not t.all_of(EndFetch):
+        answer_all(t, answers, {A})
+        if not t.all_of(EndFetch):
+            assert t.now < 180
+            t.wait()
+    assert t.all_of(EndFetch) == [EndFetch()]
+
+
+def test_who_alone_has_the_leaf_hashes_is_asked_for_them_again_while_others_put_us_off():
+    t = Talk([A, B], deadline=7200.0)
+    answers = {BlobOp.LEAVES: {B: REFUSED}, BlobOp.HAVE: {}}
+    while t.now < 60:
+        answer_all(t, answers, set())
+        t.wait()
+    answers[BlobOp.LEAVES][A] = given(b"".join(LEAVES))
+    while not t.all_of(EndFetch):
+        answer_all(t, answers, {A})
+        if not t.all_of(EndFetch):
+            assert t.now < 120
+            t.wait()
+    assert t.all_of(EndFetch) == [EndFetch()]
+
+
+@pytest.mark.parametrize("count", [2, ACTIVE, PROVIDERS])
+def test_when_all_have_failed_the_fetch_fails_soon_though_each_would_be_asked_again(count: int):
+    data = bytes(12 * CHUNK)
+    t = Talk(CROWD[:count], blob_digest(data), len(data), deadline=7200.0)
+    t.tell(t.take(OpenBlob), range(12))
+    while not t.all_of(EndFetch):
+        answer_all(t, {BlobOp.HAVE: {}}, set())
+        if not t.all_of(EndFetch):
+            t.wait()
+    assert t.all_of(EndFetch) == [EndFetch("no provider is left")] and t.now < 2 * count
+
+
+def test_a_long_check_of_what_is_on_disk_is_no_stall():
+    t = Talk([A, *CROWD], deadline=600.0)
+    t.now += 2 * STALL_SECONDS
+    t.actions += t.scheduler.step(None, t.now)
+    assert not t.all_of(CancelAll)
+    t.tell(t.take(OpenBlob), range(len(LEAVES)))
+    t.slots()
+    assert t.all_of(RequestChunk) and not t.all_of(CancelAll)
 
 
 def test_while_chunks_arrive_no_provider_is_replaced():
