@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -85,6 +86,9 @@ def main() -> None:
     Anyone:      cairn status INVITE, cairn watch INVITE, cairn audit ledger INVITE
     First look:  cairn demo
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal may have fewer characters than our bars and names need
     if sys.version_info < (3, 11):
         refuse_packages_here()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 
@@ -16,12 +17,35 @@ def discard_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+class _LastingFile:
+    """Stdout for a process that goes on without it: on a full disk, or when its terminal is gone."""
+
+    def __init__(self, file: TextIO):
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._file.write(text)
+        except OSError:
+            discard_stdout()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._file.flush()
+        except OSError:
+            discard_stdout()
+
+
 class Output(Console):
     """A console on stdout. It raises BrokenPipeError when its reader is gone; if it `lasts`, it writes to nobody."""
 
     def __init__(self, *, lasts: bool = False, soft_wrap: bool = False):
-        super().__init__(highlight=False, soft_wrap=soft_wrap)
-        self._lasts = lasts
+        file = cast(TextIO, _LastingFile(sys.stdout)) if lasts else None
+        super().__init__(file=file, highlight=False, soft_wrap=soft_wrap)
         if not self.is_terminal:
             self.width = max(self.width, FILE_WIDTH)
 
@@ -31,7 +55,5 @@ class Output(Console):
         return self.is_terminal and not self.is_dumb_terminal
 
     def on_broken_pipe(self) -> None:
-        """Go on without a reader, or raise the error. Rich would end the process with code 1."""
-        if not self._lasts:
-            raise BrokenPipeError
-        discard_stdout()
+        """Raise the error. Rich would end the process with code 1."""
+        raise BrokenPipeError

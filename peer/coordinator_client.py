@@ -33,9 +33,9 @@ from protocol.envelope import seal
 from protocol.errors import CairnError, MalformedError, os_reason
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, sha256
-from protocol.invite import TLS_NAME, HostPort, Invite
+from protocol.invite import TLS_NAME, HostPort, Invite, is_multiaddress
 from protocol.message_codec import MessageDecoder
-from protocol.messages import MAX_ADDRESS, MAX_ADDRESSES, Admission, Signed
+from protocol.messages import MAX_ADDRESSES, Admission, Signed
 from protocol.plain_text import printable
 from protocol.spec import RunSpec, open_spec
 from protocol.version import PROTOCOL
@@ -62,11 +62,13 @@ _AGAIN = (
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.INTERNAL,  # a fault of its own: it may be gone soon, and refuses nobody
+    grpc.StatusCode.UNKNOWN,
 )
 
 
 class CoordinatorUnreachable(PeerError):
-    """No coordinator of the invite answered."""
+    """No coordinator of the invite answered, or none without a fault of its own."""
 
 
 class CoordinatorRefused(PeerError):
@@ -490,5 +492,5 @@ def _number(value: float) -> float:
 
 
 def usable_addresses(sent: Sequence[str]) -> tuple[str, ...]:
-    """Return the usable multiaddresses. They are hints: malformed and too long ones are dropped."""
-    return tuple(a for a in sent[:MAX_ADDRESSES] if len(a) <= MAX_ADDRESS and a.startswith("/") and a.isprintable())
+    """Return the multiaddresses that an invite may name. They are hints: others are dropped."""
+    return tuple(a for a in sent[:MAX_ADDRESSES] if is_multiaddress(a))

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from protocol.errors import MalformedError
 from protocol.ids import Digest, PeerKey, RunId, b64url, from_b64url, sha256
+from protocol.messages import MAX_ADDRESS
 from protocol.version import UPGRADE
 
 PREFIX = "cairn1:"
@@ -33,9 +34,23 @@ TLS_NAME = "coordinator.cairn.invalid"
 """The name in every coordinator's certificate: clients trust its fingerprint, and expect this name in it."""
 
 _REMEDY = "copy the whole line that begins with cairn1: from where the run's owner published it"
-_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
+_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+_HOST = re.compile(rf"(?=.{{1,253}}$){_LABEL}(?:\.{_LABEL})*")
 _USUAL = re.compile(r"/ip4/([0-9.]{7,15})/tcp/([0-9]{1,5})/p2p/([1-9A-HJ-NP-Za-km-z]{40,60})")
 _BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+
+
+def is_multiaddress(text: str) -> bool:
+    """Return whether an invite can name this address; the peer that dials it checks its parts."""
+    return text.startswith("/") and text.isascii() and text.isprintable() and len(text) <= MAX_ADDRESS
+
+
+def is_host_name(text: str) -> bool:
+    """Return whether a text can be a host name, or an IPv4 address: labels of 1 to 63 characters (RFC 1123, 2.1).
+
+    The resolver of Python raises UnicodeError for other labels.
+    """
+    return _HOST.fullmatch(text) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +68,7 @@ class HostPort:
                 ipaddress.IPv6Address(self.host)
             except ValueError:
                 raise MalformedError(f"{self.host[:80]!r} is not an IPv6 address") from None
-        elif not _HOST.fullmatch(self.host):
+        elif not is_host_name(self.host):
             raise MalformedError(f"{self.host[:80]!r} is not a host name or IP address")
 
     @classmethod
@@ -89,7 +104,7 @@ class Invite:
         if len(self.addresses) > MAX_SWARM_ADDRESSES:
             raise MalformedError(f"an invite names at most {MAX_SWARM_ADDRESSES} swarm addresses")
         for address in self.addresses:
-            if not (address.startswith("/") and address.isascii() and address.isprintable() and len(address) <= 200):
+            if not is_multiaddress(address):
                 raise MalformedError(f"{address[:80]!r} is not a multiaddress")
 
     def __str__(self) -> str:

@@ -22,6 +22,7 @@ from cairn.connection import parse_invite
 from cairn.files import private_files
 from cairn.logs import set_up_logging
 from cairn.number_format import parse_volume
+from cairn.open_files import allow_many_files
 from cairn.stop_signals import stop_on_signals
 from cairn.visibility import peer_home, seen_by_others
 from protocol.errors import CairnError
@@ -213,6 +214,7 @@ class JoinOptions:
 @private_files()
 def join_run(options: JoinOptions) -> None:
     """Take part in a run until it is over, or Ctrl-C. Raises CairnError."""
+    allow_many_files()
     if not is_plain(options.name) or len(options.name.encode()) > MAX_NAME:
         raise click.BadParameter(f"at most {MAX_NAME} bytes of printable text", param_hint="--name")
     if options.anonymous and options.name:
@@ -244,10 +246,10 @@ async def _join(options: JoinOptions, invite: Invite, settings: SettingsFile) ->
     folder = run_folder(options.home, invite.run)
     is_first_time = not folder.exists()
     screen = PeerScreen(plain=options.plain, as_json=options.as_json)
+    set_up_logging(folder / "peer.log", terminal=screen.handler)
     if is_first_time:  # before the peer enters the run: nothing is published yet
         for line in seen_by_others(options.name, anonymous=options.anonymous, home=options.home):
             screen.say(line)
-    set_up_logging(folder / "peer.log", terminal=screen.handler)
     log.info("loading libraries: on a busy machine this takes half a minute")
     with quiet_imports():
         from cairn.day_traffic import DayTraffic

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
-import resource
 import secrets
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -18,9 +17,10 @@ import click
 from cairn.commands.options import FILE, check_listen, home_option
 from cairn.files import private_files, write_whole
 from cairn.logs import set_up_logging
+from cairn.open_files import allow_many_files
 from cairn.stop_signals import stop_on_signals
 from protocol.errors import CairnError, IdentityError, MalformedError
-from protocol.invite import HostPort, Invite
+from protocol.invite import HostPort, Invite, check_code
 from protocol.quiet_imports import quiet_imports
 
 if TYPE_CHECKING:
@@ -29,14 +29,12 @@ if TYPE_CHECKING:
     from coordinator.service import Coordinator, CoordinatorConfig
     from peer.store import Store
     from protocol.identity import Identity
-    from protocol.spec import RunSpec
+    from protocol.spec import AdmissionSpec
 
 log = logging.getLogger("cairn.coordinator")
 
 OBSERVER_BYTES = 200 * 10**9
 """Maximum size of the observer's store."""
-
-MAX_FILES = 65_536
 
 PRIVATE = 0o600
 """The mode of files that may hold an invite code."""
@@ -133,19 +131,28 @@ def serve_run(options: ServeOptions) -> None:
         from coordinator.alerts.config import load_config
         from coordinator.authoring.resolve import resolve
         from coordinator.authoring.runfile import load_run
+        from coordinator.checkpoints.copies import file_system
+        from coordinator.checkpoints.settings import check_address
         from coordinator.service import CoordinatorConfig
         from peer.store import Store
 
-    _allow_many_files()
+    allow_many_files()
     listen, page = _endpoint(options.grpc, "--grpc"), _endpoint(options.page, "--page")
     public, _ = public_addresses(options, listen[1])
     check_listen([options.swarm], "--swarm")
+    page_url, archive = published_page(options), options.settings.archive.address
     run_file = load_run(options.run_file)
     folder = coordinator_folder(options.home, run_file.run.name)
+    check_address(archive, folder)
+    if archive:
+        file_system(archive)  # a missing package is an error now, not each five minutes
+    alerts = load_config(folder, options.webhook)
     set_up_logging(folder / "coordinator.log")
     # The store's lock comes first: its holder is the one coordinator of this folder.
     with Store(folder / "store", OBSERVER_BYTES) as store:
         owner = _owner(folder)
+        codes = invite_codes(options.code, folder, run_file.admission)
+        # Last: it prepares data, which may take hours, and begins the run.
         resolved = resolve(run_file, folder / "run", owner, report=lambda line: log.info("%s", line), held=store.has)
         config = CoordinatorConfig(
             folder=folder,
@@ -154,10 +161,10 @@ def serve_run(options: ServeOptions) -> None:
             page_host=page[0],
             page_port=page[1],
             public=public,
-            page_url=published_page(options),
-            codes=invite_codes(options.code, folder, resolved.spec),
+            page_url=page_url,
+            codes=codes,
             ledger=options.ledger,
-            alerts=load_config(folder, options.webhook),
+            alerts=alerts,
             about=options.settings.about,
             begins=resolved.begins,
         )
@@ -178,14 +185,6 @@ def _owner(folder: Path) -> Identity:
         raise IdentityError(f"{path} is missing, the key of the run that began here: {RESTORE_OWNER}") from None
 
 
-def _allow_many_files() -> None:
-    """Raise the limit of open files: each peer's connection is one, and the usual soft limit is 1024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
 async def _serve(
     options: ServeOptions, config: CoordinatorConfig, store: Store, owner: Identity, resolved: ResolvedRun
 ) -> None:
@@ -194,9 +193,7 @@ async def _serve(
         from cairn.swarm_view import ObserverView, put_blob
         from coordinator.checkpoints.archive import Archive
         from coordinator.checkpoints.archiver import CheckpointArchiver
-        from coordinator.checkpoints.copies import file_system
         from coordinator.checkpoints.evaluations import EvaluationLog
-        from coordinator.checkpoints.settings import check_address
         from coordinator.service import Coordinator
         from peer.keyfile import load_or_make
         from peer.node.builder import build_node
@@ -217,9 +214,6 @@ async def _serve(
         if not store.has(digest):
             await asyncio.to_thread(put_blob, store, digest, path, link=digest in frozen)
     store.write_value(SPEC, resolved.spec_envelope)  # members ask the observer for it
-    check_address(settings.archive.address, folder)
-    if settings.archive.address:
-        file_system(settings.archive.address)  # a missing package is an error now, not each five minutes
     evaluations = EvaluationLog(folder)
     archive = Archive(
         folder / "checkpoints", spec, policy=settings.archive.policy, spec_envelope=resolved.spec_envelope,
@@ -310,13 +304,13 @@ async def keep_invite(coordinator: Coordinator, config: CoordinatorConfig) -> No
     written: set[str] = set()
     while True:
         await asyncio.sleep(INVITE_SECONDS)
-        invite = _invite(coordinator, config)
-        if set(invite.addresses) != written:  # their order is no news
-            try:
+        try:
+            invite = _invite(coordinator, config)
+            if set(invite.addresses) != written:  # their order is no news
                 write_whole(config.folder / "invite", f"{invite}\n", mode=PRIVATE)
                 written = set(invite.addresses)
-            except CairnError as e:
-                log.warning("the newest members were not written to the invite's file: %s", e)
+        except CairnError as e:
+            log.warning("the newest members were not written to the invite's file: %s", e)
 
 
 def _announce(coordinator: Coordinator, resolved: ResolvedRun, config: CoordinatorConfig) -> None:
@@ -344,18 +338,22 @@ def announcement(resolved: ResolvedRun, folder: Path, page: str, invite: Invite)
     ]
 
 
-def invite_codes(given: str, folder: Path, spec: RunSpec) -> tuple[str, ...]:
+def invite_codes(given: str, folder: Path, admission: AdmissionSpec) -> tuple[str, ...]:
     """Return the invite codes of a run that admits by invite: the given one, or one made once and kept.
 
-    Raises CairnError for a code that would admit nobody.
+    Raises CairnError for a code that would admit nobody, and click.BadParameter for one that no invite can have.
     """
-    if spec.admission.mode != "invite":
+    if admission.mode != "invite":
         if given:
             raise CairnError(
-                f'this run\'s admission.mode is {spec.admission.mode!r}, and a code is for "invite": leave out --code'
+                f'this run\'s admission.mode is {admission.mode!r}, and a code is for "invite": leave out --code'
             )
         return ()
     if given:
+        try:
+            check_code(given)
+        except MalformedError as e:
+            raise click.BadParameter(str(e), param_hint="--code") from None
         return (given,)
     path = folder / "invite-code"
     if not path.exists():

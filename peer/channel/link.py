@@ -17,6 +17,7 @@ import async_timeout
 
 from peer.channel.messages import MAX_LINE, FromTrainer, ToTrainer, from_line, to_line
 from peer.errors import ChannelError, TrainerDied
+from protocol.errors import os_reason
 from protocol.plain_text import one_line
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,13 @@ def trainer_environment(threads: int) -> dict[str, str]:
     }
 
 
+def _not_started(program: str, e: OSError) -> TrainerDied:
+    why = os_reason(e)
+    return TrainerDied(
+        f"cannot start the trainer: {why}; check {program}, memory, and the limits on processes and files"
+    )
+
+
 class TrainerLink:
     """One trainer process. Use: `start`, `send`, `async for message in link`, then `stop`."""
 
@@ -97,9 +105,12 @@ class TrainerLink:
         `command` replaces `python -m peer.training` (for tests).
         Raises TrainerDied when the process cannot be started.
         """
-        ours, theirs = socket.socketpair()
-        argv = [*(command or (sys.executable, "-m", "peer.training")), "--fd", str(theirs.fileno())]
-        argv += ["--parent", str(os.getpid())]
+        argv = [*(command or (sys.executable, "-m", "peer.training")), "--parent", str(os.getpid())]
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as e:
+            raise _not_started(argv[0], e) from None
+        argv += ["--fd", str(theirs.fileno())]
         try:
             with theirs:
                 process = await asyncio.create_subprocess_exec(
@@ -114,7 +125,7 @@ class TrainerLink:
                 )
         except OSError as e:
             ours.close()
-            raise TrainerDied(f"cannot start the trainer: {e}; check {argv[0]} and the limits on processes") from None
+            raise _not_started(argv[0], e) from None
         reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_LINE)
         return cls(process, reader, writer)
 

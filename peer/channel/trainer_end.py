@@ -30,6 +30,9 @@ class TrainerEnd:
     def __init__(self, connection: socket.socket):
         connection.setblocking(False)
         self._socket = connection
+        self._readable, self._writable = select.poll(), select.poll()
+        self._readable.register(connection, select.POLLIN)
+        self._writable.register(connection, select.POLLOUT)
         self._sending = threading.Lock()
         self._buffer = bytearray()
         self._scanned = 0
@@ -65,7 +68,7 @@ class TrainerEnd:
             if self._closed:
                 raise ChannelError(_CLOSED)
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not select.select([self._socket], [], [], left)[0]:
+            if not self._readable.poll(None if left is None else 1000 * left):
                 return None
             self._read()
 
@@ -88,7 +91,7 @@ class TrainerEnd:
         """
         line = to_line(message)
         with self._sending:
-            if not isinstance(message, Progress) or select.select([], [self._socket], [], 0)[1]:
+            if not isinstance(message, Progress) or self._writable.poll(0):
                 self._write(line)
 
     def _write(self, line: bytes) -> None:
@@ -98,7 +101,7 @@ class TrainerEnd:
             try:
                 left = left[self._socket.send(left) :]
             except (BlockingIOError, InterruptedError):
-                if not select.select([], [self._socket], [], max(0.0, deadline - time.monotonic()))[1]:
+                if not self._writable.poll(max(0.0, 1000 * (deadline - time.monotonic()))):
                     raise ChannelError(f"the node read nothing for {SEND_SECONDS:.0f} s") from None
             except OSError as e:
                 raise _broken(e) from None

@@ -33,6 +33,9 @@ class _Fetch:
     what: str
     size: int
     began: float
+    before: int
+    """Bytes that were on disk before it began."""
+
     meter: RateMeter = field(default_factory=RateMeter)
 
 
@@ -51,14 +54,13 @@ class DownloadTable:
             yield
             return
         log.info("fetching %s %s (%s)", what, blob.short, byte_size(size))
-        fetch = self._fetches[blob] = _Fetch(what, size, self._clock())
-        before = self._held(blob, size)
+        fetch = self._fetches[blob] = _Fetch(what, size, self._clock(), self._held(blob, size))
         try:
             yield
         finally:
             del self._fetches[blob]
         seconds = max(0.001, self._clock() - fetch.began)
-        speed = byte_size((size - before) / seconds)
+        speed = byte_size(max(0, size - fetch.before) / seconds)
         log.info("%s %s is here, after %.1f s (%s/s)", what, blob.short, seconds, speed)
 
     def under_way(self) -> list[Download]:
@@ -66,7 +68,10 @@ class DownloadTable:
         now, found = self._clock(), []
         for blob, fetch in self._fetches.items():
             held = self._held(blob, fetch.size)
-            found.append(Download(fetch.what, str(blob), held, fetch.size, round(fetch.meter.note(held, now), 1)))
+            if (arriving := self._store.in_progress(blob)) is not None:
+                fetch.before = max(fetch.before, arriving.rechecked * CHUNK)
+            rate = fetch.meter.note(max(0, held - fetch.before), now)
+            found.append(Download(fetch.what, str(blob), held, fetch.size, round(rate, 1)))
         return found
 
     def _held(self, blob: Digest, size: int) -> int:

@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +38,9 @@ WORK_BATCH = 16
 SAY_SECONDS = 10.0
 """Seconds from one progress line of a proof of work to the next."""
 
-MAX_SAVED_ADDRESSES = 64
+MAX_SAVED_ADDRESSES, SAVED_OF_ONE = 64, 2
+"""Multiaddresses kept for the next start, and of one peer: no few peers push out all others."""
+
 RENEW_SECONDS = 60.0
 """Maximum seconds from a failed renewal to the next attempt."""
 
@@ -75,6 +77,9 @@ class Enrollment:
     name: str
     admission: bytes
     addresses: list[str] = field(default_factory=list)
+    invited: Sequence[str] = ()
+    """The invite's multiaddresses: `learn` always keeps them."""
+
     decoder: MessageDecoder = field(init=False)
     locator: CoordinatorLocator = field(init=False)
 
@@ -106,7 +111,8 @@ class Enrollment:
 
         def with_spec(encoded: bytes) -> Enrollment:
             spec = open_spec(encoded, invite.run)
-            return cls(identity, spec, store, client, name, store.read_value(ADMISSION) or b"")
+            held = store.read_value(ADMISSION) or b""
+            return cls(identity, spec, store, client, name, held, invited=invite.addresses)
 
         async with AsyncExitStack() as after_failure:
             after_failure.push_async_callback(client.close)
@@ -238,7 +244,8 @@ class Enrollment:
         """Store multiaddresses for the next start, newest first; and our `own`, for invites. Raises StoreError."""
         if own and (text := "\n".join(own).encode()) != self.store.read_value(OWN_ADDRESSES):
             self.store.write_value(OWN_ADDRESSES, text)
-        self.addresses = list(dict.fromkeys([*addresses, *self.addresses]))[:MAX_SAVED_ADDRESSES]
+        kept = _few_of_each([*addresses, *self.addresses])[: MAX_SAVED_ADDRESSES - len(self.invited)]
+        self.addresses = list(dict.fromkeys([*kept, *self.invited]))
         if set(known_addresses(self.store)) != set(self.addresses):
             self.store.write_value(ADDRESSES, "\n".join(self.addresses).encode())
 
@@ -257,6 +264,11 @@ class Enrollment:
                 await self.renew_anywhere(ask_members)
                 log.info("admission renewed: valid for %.1f h", self.hours_left)
             except CairnError as e:
+                if self.seconds_left() > half:
+                    log.warning(
+                        "the admission is renewed, valid for %.1f h, but the disk failed: %s", self.hours_left, e
+                    )
+                    continue
                 left = f"{self.hours_left:.1f} h left"
                 if not self.seconds_left():
                     left = "it has ended: the others refuse this peer's updates until it is renewed"
@@ -316,6 +328,14 @@ class _RunSearch:
 def _may_bring_state(info: RunInfo, store: Store) -> bool:
     """Return whether the coordinator is without the last state of a run in which this peer has been."""
     return info.last is not None and info.last.state is None and next(store.certificates(), None) is not None
+
+
+def _few_of_each(addresses: Iterable[str]) -> list[str]:
+    """Return at most SAVED_OF_ONE multiaddresses of each peer, the first ones, in the order of the peers."""
+    found: dict[str, list[str]] = {}
+    for address in dict.fromkeys(addresses):
+        found.setdefault(address.rpartition("/p2p/")[2], []).append(address)
+    return [a for of_peer in found.values() for a in of_peer[:SAVED_OF_ONE]]
 
 
 def known_addresses(store: Store) -> list[str]:

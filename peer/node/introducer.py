@@ -63,9 +63,6 @@ class Introducer:
         """Return the other peers that are known to have introduced a newcomer."""
         return frozenset(self._introducers.get(newcomer, ()))
 
-    def __len__(self) -> int:
-        return len(self._introducers)
-
     def on_new_peer(self, heartbeat: Signed[Heartbeat], *, direct: bool) -> None:
         """Introduce a newcomer, if that is for us to do. `direct`: it sent its heartbeat itself."""
         if len(self.peers.keys()) <= CROWD or self._is_chosen(heartbeat.author):

@@ -403,12 +403,9 @@ class Network:
 
     async def save_addresses(self) -> None:
         """Store the addresses of members for the next start."""
-        addresses = self.peers.addresses()
-        # Only addresses that name a member, or peers could have us dial anybody, and give the address to others.
-        of_members = [a for k, each in _by_peer(addresses).items() if self.peers.is_admitted(k) for a in each]
-        if of_members:
+        if addresses := self.peers.addresses():
             try:
-                await asyncio.to_thread(self.membership.learn, of_members, own=self.addresses)
+                await asyncio.to_thread(self.membership.learn, addresses, own=self.addresses)
             except StoreError as e:
                 log.warning("addresses of members were not kept: %s", e)
 

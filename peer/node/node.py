@@ -115,16 +115,16 @@ class Node:
         m, tasks, network, work = self.membership, self.tasks, self.network, self.work
         await network.start(self.requests.handlers())
         tasks.spawn(self.reporter.keep_writing(), "status file")
+        tasks.spawn(network.keep_running(), "swarm")
+        tasks.spawn(network.discover(), "discovery")
+        tasks.spawn(pass_on(network, m.locator), "coordinator address")
         if not work.is_observing:
-            introduction = tasks.spawn(self._introduce(), "introduction")
-            await work.begin(network)
-            await cancel_and_wait([introduction])
             tasks.spawn(m.keep_valid(self.ask_for_coordinator), "admission")
+            introduction = tasks.spawn(self._introduce(), "introduction")
+            await work.begin(network)  # for hours, if the run has much data
+            await cancel_and_wait([introduction])
         if work.trainer is not None and m.client is not None:
             tasks.spawn(self.end_of_run.run(self.ask_for_coordinator, self._leave_because), "end of the run")
-        tasks.spawn(network.discover(), "discovery")
-        tasks.spawn(network.keep_running(), "swarm")
-        tasks.spawn(pass_on(network, m.locator), "coordinator address")
         finished = await self.driver.start(alone=not m.addresses)
         if finished is None:
             self._started.set()

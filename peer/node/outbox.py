@@ -99,9 +99,6 @@ class Outbox:
             # Not in a callback of the task: a message that is queued before that runs would wait for the next one.
             del self._waiting[to], self._tasks[to]
 
-    def waiting(self, to: PeerKey) -> int:
-        return len(self._waiting.get(to, ()))
-
     async def flush(self, seconds: float) -> None:
         """Wait until all messages are sent, at most these seconds."""
         tasks = list(self._tasks.values())

@@ -17,7 +17,7 @@ from peer.node.events import Post
 from peer.node.network import Network
 from peer.node.round_blob_fetcher import RoundBlobFetcher, map_file
 from peer.node.tasks import Tasks
-from peer.store import BlobMissing, Store, StoreFull
+from peer.store import BlobMissing, Store, StoreError, StoreFull
 from protocol.codec.interface import Blob
 from protocol.errors import CairnError, CodecError
 from protocol.ids import Digest, PeerKey
@@ -192,12 +192,18 @@ class ShardReducer:
             return ShardUnavailable(record.digest, shard, tuple(sorted(unavailable)))
         weighed = zip(record.body.contributors, record.body.weighed, strict=True)
         contributions = [Contribution(author, windows, slices[author]) for author, windows in weighed]
-        async with self._reduce_lock:
-            blob = await asyncio.to_thread(
-                lambda: self.store.put(
-                    self.reduction.reduce(contributions, self.outer, blob_format.count, blob_format.shard)
+        try:
+            async with self._reduce_lock:
+                blob = await asyncio.to_thread(
+                    lambda: self.store.put(
+                        self.reduction.reduce(contributions, self.outer, blob_format.count, blob_format.shard)
+                    )
                 )
-            )
+        except StoreFull:
+            raise
+        except StoreError as e:
+            log.warning("shard %d is not made, and nobody else is to blame: %s", shard, e)
+            return ShardUnavailable(record.digest, shard, ())
         self._note(record).add(blob)
         number = record.body.round
         self._made = {b: n for b, n in self._made.items() if n > number - KEPT_ROUNDS} | {blob: number}
@@ -221,9 +227,9 @@ class ShardReducer:
         """
         blob, now = header.body.blob, asyncio.get_running_loop().time
         chunks = self.reduction.chunks(blob_format.count, blob_format.shard)
-        await self.updates.verify(blob)
         while True:
             try:
+                await self.updates.verify(blob)
                 found = self._find(blob, chunks)
                 if found is None and now() < deadline:
                     async with self._turns:

@@ -110,7 +110,13 @@ class TrainerSupervisor:
         worked, easier, applied = False, False, 0
         reason = ""
         log.info("starting the trainer: loading torch and the model")
-        link = self.link = await channel.TrainerLink.start(threads=self.start.threads, command=self.command)
+        try:
+            link = self.link = await channel.TrainerLink.start(threads=self.start.threads, command=self.command)
+        except TrainerDied as e:
+            if self.ready is None:
+                raise
+            self._fail_pending(str(e))  # it could be started before: the machine is short of something now
+            return str(e), False, False
         self._exited.clear()
         self._owed.clear()
         if self.stopping:

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peer.durable import flush_folder, write_durably
-from peer.store.disk import disk, remove, write_no_sync
+from peer.store.disk import disk, disk_error, remove, write_no_sync
 from peer.store.errors import BlobCorrupt, BlobMissing, StoreError, StoreFull
 from peer.store.in_progress import InProgressBlob
 from protocol.bounded import BoundedDict
-from protocol.errors import MalformedError, os_reason
+from protocol.errors import MalformedError
 from protocol.ids import Digest
 from protocol.merkle import CHUNK, MAX_BLOB, blob_leaves, check_leaves, chunk_count, chunk_size, leaf_hash, tree_hash
 
@@ -116,8 +116,7 @@ class BlobStore:
             return digest
         self._check_room(len(data), digest)
         with self._files_lock, disk(f"writing blob {digest.short} ({len(data):,} bytes)"):
-            path = self._file(digest)
-            path.parent.mkdir(exist_ok=True)
+            path = self._file_to_write(digest)
             write_no_sync(_leaf_file(path), b"".join(leaves), scratch=self.scratch)
             write_durably(path, [data], scratch=self.scratch)
             self._register(digest, len(data), leaves)
@@ -143,8 +142,7 @@ class BlobStore:
                 self._check_room(size, found)
                 os.fsync(file.fileno())
             with self._files_lock:
-                path = self._file(found)
-                path.parent.mkdir(exist_ok=True)
+                path = self._file_to_write(found)
                 write_no_sync(_leaf_file(path), b"".join(leaves), scratch=self.scratch)
                 self._move(source, path)
                 self._register(found, size, leaves)
@@ -290,8 +288,7 @@ class BlobStore:
         """Move a complete file to the whole blobs. Raises BlobMissing when it was removed, or is whole already."""
         with self._files_lock:
             blob.check_kept()
-            path = self._file(blob.digest)
-            path.parent.mkdir(exist_ok=True)
+            path = self._file_to_write(blob.digest)
             write_no_sync(_leaf_file(path), b"".join(blob.leaves), scratch=self.scratch)
             os.rename(blob.path, path)
             flush_folder(path.parent)
@@ -389,7 +386,7 @@ class BlobStore:
     def _unreadable(self, digest: Digest, e: OSError) -> StoreError:
         if e.errno == errno.EIO:
             return self._corrupt(digest, "the disk cannot read it")
-        return StoreError(f"reading blob {digest.short}: {os_reason(e)}; check the disk")
+        return disk_error(f"reading blob {digest.short}", e)
 
     def _corrupt(self, digest: Digest, why: str) -> BlobCorrupt:
         with self._files_lock:
@@ -402,6 +399,14 @@ class BlobStore:
         if held:
             log.warning("%s", error)
         return error
+
+    def _file_to_write(self, digest: Digest) -> Path:
+        """Return the file of a blob. Its folder is made, durably, if there is none. Raises OSError."""
+        path = self._file(digest)
+        if not path.parent.exists():
+            path.parent.mkdir(exist_ok=True)
+            flush_folder(path.parent.parent)
+        return path
 
     def _move(self, source: Path, path: Path) -> None:
         try:

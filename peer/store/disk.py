@@ -14,6 +14,7 @@ from protocol.errors import os_reason
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
+_FILES = {errno.EMFILE, errno.ENFILE}
 _NO_RESERVE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 """Errors of file systems that cannot reserve."""
 
@@ -24,12 +25,19 @@ def disk(doing: str) -> Iterator[None]:
     try:
         yield
     except OSError as e:
-        why = os_reason(e)
-        if e.errno in _FULL:
-            raise StoreFull(f"{doing}: {why}; free some disk space, or name a folder on another disk") from None
-        if e.errno in _DENIED:
-            raise StoreError(f"{doing}: {why}; make the folder writable for this user, or name another one") from None
-        raise StoreError(f"{doing}: {why}; check the disk") from None
+        raise disk_error(doing, e) from None
+
+
+def disk_error(doing: str, e: OSError) -> StoreError:
+    """Return the StoreError of a failed operation."""
+    why = os_reason(e)
+    if e.errno in _FULL:
+        return StoreFull(f"{doing}: {why}; free some disk space, or name a folder on another disk")
+    if e.errno in _DENIED:
+        return StoreError(f"{doing}: {why}; make the folder writable for this user, or name another one")
+    if e.errno in _FILES:
+        return StoreError(f"{doing}: {why}; raise the limit of open files (ulimit -n)")
+    return StoreError(f"{doing}: {why}; check the disk")
 
 
 def write_no_sync(path: Path, data: bytes, *, scratch: Path) -> None:

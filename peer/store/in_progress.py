@@ -61,6 +61,9 @@ class InProgressBlob:
         self._in_flight = 0
         self._have = bytearray(chunk_count(size))
         self._left = len(self._have)
+        self.rechecked = 0
+        """Chunks that lay on disk since before the start."""
+
         self._wanted: set[int] = set()
         self._room = 0
         self._fd = -1
@@ -142,6 +145,7 @@ class InProgressBlob:
                 data = os.pread(fd, chunk_size(self.size, index), index * CHUNK)
                 if leaf_hash(data) == self.leaves[index]:
                     self._count(index)
+                    self.rechecked += 1
 
     def _count(self, index: int) -> None:
         with self._lock:

@@ -15,6 +15,7 @@ import base58
 
 from protocol.errors import MalformedError
 from protocol.ids import PeerKey
+from protocol.invite import is_host_name
 from protocol.messages import MAX_ADDRESS
 
 MAX_PORT = 65535
@@ -41,8 +42,8 @@ def parse_address(text: str) -> tuple[PeerKey, str]:
             raise ValueError(f"a port is at most {MAX_PORT}")
         if kind.startswith("ip"):
             _ip_of(kind, host)
-        elif ":" in host:
-            raise ValueError("a name has no colon")
+        elif not is_host_name(host):
+            raise ValueError(f"{host} is not a host name")
         return PeerKey.from_libp2p_id(base58.b58decode(peer)), address
     except ValueError as e:
         raise MalformedError(f"{text[:80]!r} is not an address: {e}") from None

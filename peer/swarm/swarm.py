@@ -253,10 +253,6 @@ class Swarm:
             self._addresses = announceable(visible)[:MAX_ADDRESSES]
         return self.addresses
 
-    async def peers(self) -> list[PeerKey]:
-        """Return the peers that there is a connection with now."""
-        return await self.transport.peers(DIAL_SECONDS)
-
     @property
     def bytes_up(self) -> int:
         return self._traffic.up

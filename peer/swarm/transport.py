@@ -77,10 +77,6 @@ class Transport(Protocol):
         """Return the multiaddresses with /p2p/ at which this peer is visible; None when that is unknown."""
         ...
 
-    async def peers(self, seconds: float) -> list[PeerKey]:
-        """Return the peers that there is a connection with now."""
-        ...
-
     async def join_dht(self, run: RunId, warn: Callable[[str], None]) -> Presence:
         """Take part in the DHT where members of a run publish their heartbeats."""
         ...

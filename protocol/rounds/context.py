@@ -22,7 +22,7 @@ from protocol.rounds.policy import RoundPolicy
 from protocol.rounds.report_pool import ReportPool
 
 MAX_STANDINGS = 4096
-"""Peers whose standing at the head is remembered."""
+"""Peers whose stake and work at the head are remembered."""
 
 MAX_SYNC_PATH = 64
 """Rounds of which blobs are held before a move to another branch. If checkpoints are further apart, the driver fetches

@@ -723,7 +723,7 @@ class RoundMachine:
     # -- heartbeats ------------------------------------------------------------------------------------------
 
     def _next_sequence(self) -> int:
-        self._context.members.unix_ms = self._status.sequence
+        self._context.members.note_time(self._status.sequence)
         self._sequence = max(self._sequence + 1, self._status.sequence)
         return self._sequence
 

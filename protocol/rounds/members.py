@@ -117,8 +117,8 @@ class Members:
         """The newest sequence of peers with accepted work or stake that fell silent: what was recorded of them brings
         none back."""
 
-        self.unix_ms = 0
-        """The time by our own clock, in the unit of sequences, as far as the machine has noted it."""
+        self._unix_ms = 0
+        """The time by our own clock, in the unit of sequences."""
 
         self.late = Penalties(policy.max_members)
         """For keeping a round waiting until the deadline, or an update that is invalid or a copy: for a while nobody
@@ -167,6 +167,10 @@ class Members:
         self._last.limit = LAST_BEATS * policy.max_members
         for penalties in self._penalties.values():
             penalties.grow(policy.max_members)
+
+    def note_time(self, unix_ms: int) -> None:
+        """Note the time by our own clock, in the unit of sequences."""
+        self._unix_ms = unix_ms
 
     def dismiss(self, key: PeerKey) -> None:
         """Remove a member, whatever it sends."""
@@ -232,7 +236,7 @@ class Members:
         for key in silent:
             sequence = self._forget(key)
             # One whose clock was far ahead could not come back for as long.
-            if any(self._rank(key)) and sequence <= self.unix_ms + 1000 * CLOCK_TOLERANCE:
+            if any(self._rank(key)) and sequence <= self._unix_ms + 1000 * CLOCK_TOLERANCE:
                 self._last.renew(key, sequence)
         return silent
 

@@ -122,8 +122,9 @@ def test_a_coordinator_that_does_not_answer_is_named(tmp_path: Path):
     assert "127.0.0.1:9" in refused("status", invite())
 
 
-def test_what_others_see_is_said_at_the_first_join_alone(tmp_path: Path):
-    first, second = (cairn("peer", "join", invite(), "--home", tmp_path, "--anonymous") for _ in range(2))
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_what_others_see_is_said_at_the_first_join_alone(tmp_path: Path, form: tuple[str, ...]):
+    first, second = (cairn("peer", "join", invite(), "--home", tmp_path, "--anonymous", *form) for _ in range(2))
     assert "what others see of this peer" in first.stdout and "made for this run alone" in first.stdout
     assert second.returncode == 1 and "what others see" not in second.stdout + second.stderr
     assert len(list(tmp_path.rglob("identity.key"))) == 1 and not (tmp_path / "identity.key").exists()
@@ -147,6 +148,25 @@ def test_a_taken_port_is_named(run_file: Path, tmp_path: Path, taken_port: int, 
 
 def test_an_address_that_is_none_is_refused(run_file: Path, tmp_path: Path):
     assert "--page" in refused("coordinator", "serve", run_file, "--home", tmp_path, "--page", "nonsense")
+
+
+@pytest.mark.parametrize(
+    "option",
+    [("--page-url", "example.org"), ("--code", "my code"), ("--webhook", "ftp://example.org"), ("--archive", "no://x")],
+)
+def test_a_wrong_option_is_refused_before_the_run_begins(run_file: Path, tmp_path: Path, option: tuple[str, str]):
+    run_file.write_text(f'{TINY_RUN}\n[admission]\nmode = "invite"\n')
+    said = refused("coordinator", "serve", run_file, "--home", tmp_path / "home", *option)
+    assert option[0].removeprefix("--") in said or option[1] in said
+    assert not (tmp_path / "home/coordinated/tiny/run").exists()
+
+
+def test_wrong_receivers_of_alerts_are_refused_before_the_run_begins(run_file: Path, tmp_path: Path):
+    folder = tmp_path / "coordinated/tiny"
+    folder.mkdir(parents=True)
+    (folder / "alerts.toml").write_text('[alerts]\nwebhooks = "one"\n')
+    assert "alerts.toml" in refused("coordinator", "serve", run_file, "--home", tmp_path)
+    assert not (folder / "run").exists()
 
 
 def test_a_run_file_that_changed_after_the_run_began_is_refused(run_file: Path, tmp_path: Path, taken_port: int):

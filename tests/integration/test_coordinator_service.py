@@ -138,6 +138,22 @@ async def test_an_admission_outlives_a_restart_of_the_coordinator(tmp_path):
         assert (await ask.admit(peer(1), "ada")).admission.body == first.admission.body
 
 
+async def test_a_fault_of_the_coordinator_is_no_refusal_and_it_is_asked_again(tmp_path, monkeypatch):
+    faults = [RuntimeError("a bug"), RuntimeError("a bug")]
+    real = Ledger.add_admission
+
+    def fails(*given: object) -> object:
+        if faults:
+            raise faults.pop()
+        return real(*given)
+
+    monkeypatch.setattr(Ledger, "add_admission", fails)
+    async with running(tmp_path) as (c, _), client(c) as once, CoordinatorClient(c.invite()) as patient:
+        with pytest.raises(CoordinatorUnreachable, match="a fault of its own: its operator finds the reason"):
+            await once.admit(peer(1), "ada")
+        assert (await patient.admit(peer(2), "grace")).admission.body.name == "grace" and not faults
+
+
 async def test_an_admission_that_could_not_be_stored_is_not_remembered(tmp_path, monkeypatch):
     def fails(*_: object) -> None:
         raise LedgerError("the disk is full")

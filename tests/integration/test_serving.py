@@ -34,7 +34,7 @@ from protocol.errors import CairnError, MalformedError
 from protocol.ids import Digest
 from protocol.invite import HostPort, Invite
 from protocol.merkle import blob_digest
-from protocol.spec import RunSpec
+from protocol.spec import AdmissionSpec
 from tests.support.specs import tiny_spec
 from tests.support.waiting import until
 
@@ -89,18 +89,25 @@ def test_an_address_of_the_page_that_is_none_is_refused_with_the_option(given):
     assert "--page-url" in refused.value.format_message()
 
 
-def by_invite() -> RunSpec:
-    return tiny_spec(admission={"mode": "invite"})
+def admission(mode: str) -> AdmissionSpec:
+    return tiny_spec(admission={"mode": mode}).admission
 
 
 def test_a_code_is_made_once_and_is_nobody_elses_to_read(tmp_path):
-    (code,) = invite_codes("", tmp_path, by_invite())
-    assert len(code) >= 16 and invite_codes("", tmp_path, by_invite()) == (code,)
+    (code,) = invite_codes("", tmp_path, admission("invite"))
+    assert len(code) >= 16 and invite_codes("", tmp_path, admission("invite")) == (code,)
     assert stat.S_IMODE((tmp_path / "invite-code").stat().st_mode) == 0o600
-    assert invite_codes("given", tmp_path, by_invite()) == ("given",)
-    assert invite_codes("", tmp_path, tiny_spec()) == ()
+    assert invite_codes("given", tmp_path, admission("invite")) == ("given",)
+    assert invite_codes("", tmp_path, admission("open")) == ()
     with pytest.raises(CairnError, match="leave out --code"):
-        invite_codes("given", tmp_path, tiny_spec())
+        invite_codes("given", tmp_path, admission("open"))
+
+
+@pytest.mark.parametrize("code", ["my code", "c\xf6de", "x" * 65])
+def test_a_code_that_no_invite_can_have_is_refused_with_the_option(tmp_path, code: str):
+    with pytest.raises(click.BadParameter) as refused:
+        invite_codes(code, tmp_path, admission("invite"))
+    assert "--code" in refused.value.format_message()
 
 
 def test_a_private_file_is_whole_or_not_there(tmp_path, monkeypatch):
@@ -128,7 +135,8 @@ async def test_the_invite_in_the_folder_names_who_is_there_and_is_written_only_w
     monkeypatch.setattr(serve, "INVITE_SECONDS", 0.01)
     made = Invite(tiny_spec().run_id, Digest(bytes(32)), (HostPort("c.example", 1),), addresses=("/a",))
     codes: list[str] = []
-    coordinator: Any = SimpleNamespace(invite=lambda code: codes.append(code) or made)
+    bad = [MalformedError("'x' is not a multiaddress")]
+    coordinator: Any = SimpleNamespace(invite=lambda code: raised(bad.pop()) if bad else codes.append(code) or made)
     config: Any = SimpleNamespace(folder=tmp_path, codes=("the-code",))
     full = [CairnError("no space left")]
     write = serve.write_whole

@@ -191,6 +191,7 @@ def test_addresses_are_parsed_and_all_else_refused():
         "/ip4/1.2.3.4/tcp/1/p2p/" + "1" * 50, "/ip4/1.2.3.4/udp/1",
         f"/ip4/1.2.3.4/udp/1/p2p/{ID}", f"/ip4/1.2.3.4/udp/1/quic/p2p/{ID}", f"/ip4/1.2.3.4/tcp/1/quic-v1/p2p/{ID}",
         "/ip4/1.2.3.4/tcp/1/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N", f"/dns/{'a' * 300}/tcp/1/p2p/{ID}",
+        f"/dns4/a..b/tcp/1/p2p/{ID}", f"/dns4/{'a' * 64}.b/tcp/1/p2p/{ID}", f"/dns4/a:b/tcp/1/p2p/{ID}",
     ):  # fmt: skip
         with pytest.raises(MalformedError):
             parse_address(bad)

@@ -55,7 +55,6 @@ async def test_peers_are_named_by_their_keys_and_packets_say_truly_who_sent_them
         await send_once_found(c, b, wire.Packet(messages=[b"from c"]))  # c knows of a only: found through libp2p
         assert a.packets == [(b.key, wire.Packet(messages=[b"from b"]))]
         assert b.packets == [(c.key, wire.Packet(messages=[b"from c"]))]
-        assert set(await a.swarm.peers()) == {b.key, c.key}
         assert 0 < a.swarm.bytes_down == b.swarm.bytes_up
 
 

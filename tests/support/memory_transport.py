@@ -70,7 +70,6 @@ class MemoryTransport:
         self._limiter = limiter
         self._calls: dict[str, tuple[type[Message], CallHandler[Any]]] = {}
         self._streams: dict[str, StreamHandler] = {}
-        self._connected: set[PeerKey] = set()
         self._lost: asyncio.Future[str] | None = None
         self._queue: deque[Pipe] = deque()
         self._sending: asyncio.Future[None] | None = None
@@ -119,9 +118,6 @@ class MemoryTransport:
     async def addresses(self, seconds: float) -> list[str] | None:
         return [address_of(self.key)]
 
-    async def peers(self, seconds: float) -> list[PeerKey]:
-        return list(self._connected)
-
     async def join_dht(self, run: RunId, warn: Callable[[str], None]) -> MemoryPresence:
         return MemoryPresence(self._network, run)
 
@@ -154,8 +150,6 @@ class MemoryTransport:
             await asyncio.sleep(seconds if seconds < inf else 0)
             raise PeerUnreachable(f"peer {peer.short} could not be reached in {seconds:.0f} s")
         await asyncio.sleep(self._network.rtt)
-        self._connected.add(peer)
-        other._connected.add(self.key)
         return other
 
     async def _serve(self, peer: PeerKey, name: str, reader: Any, writer: Any) -> None:

@@ -1,4 +1,4 @@
-"""A limit on open files."""
+"""Limits on open files."""
 
 from __future__ import annotations
 
@@ -9,11 +9,18 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def few_files(more: int) -> Iterator[None]:
-    """Allow only a number of additional open files."""
+def files_limit(most: int) -> Iterator[None]:
+    """Allow this number of open files, as a soft limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + more, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@contextmanager
+def few_files(more: int) -> Iterator[None]:
+    """Allow only a number of additional open files."""
+    with files_limit(len(os.listdir("/proc/self/fd")) + more):
+        yield

@@ -20,7 +20,7 @@ from peer.swarm.libp2p.daemon import START_SECONDS, Daemon, p2pd_pb2, sender_key
 from peer.swarm.libp2p.dht import DhtPresence
 from peer.swarm.rate_limiter import RateLimiter
 from peer.swarm.transport import CallHandler, StreamHandler
-from protocol.errors import CairnError, MalformedError
+from protocol.errors import CairnError
 from protocol.identity import Identity
 from protocol.ids import PeerKey, RunId
 
@@ -113,17 +113,6 @@ class Libp2pTransport:
         except (P2PDaemonError, OSError, ValueError, asyncio.TimeoutError, asyncio.IncompleteReadError) as e:
             log.warning("libp2p's daemon does not say our addresses: %s", e or type(e).__name__)
             return None
-
-    async def peers(self, seconds: float) -> list[PeerKey]:
-        async with async_timeout.timeout(seconds):
-            infos = await self.daemon.list_peers()
-        keys = []
-        for info in infos:
-            try:
-                keys.append(sender_key(info.peer_id))
-            except MalformedError:
-                continue  # a libp2p host that is no peer of ours
-        return keys
 
     async def join_dht(self, run: RunId, warn: Callable[[str], None]) -> DhtPresence:
         return await DhtPresence.start(self.daemon, run, warn)

@@ -6,6 +6,7 @@ import io
 import os
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -129,3 +130,20 @@ def test_a_home_of_another_user_is_said_before_anything_is_read(tmp_path, monkey
     for command in (["account", "new"], ["peer", "pause"], ["peer", "key"]):
         said = CliRunner().invoke(main, command)
         assert said.exit_code == 2 and f"{home} cannot be read by this user" in said.output, command
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+def test_a_process_that_lasts_survives_a_full_disk_below_its_output():
+    code = "from cairn.output import Output\nfor _ in range(3): Output(lasts=True).print('a line')\nexit(7)"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, timeout=60)
+    assert (done.returncode, done.stderr) == (7, b"")
+
+
+def test_a_terminal_without_the_signs_of_a_bar_gets_question_marks():
+    env = os.environ | {"PYTHONIOENCODING": "latin-1"}
+    code = (
+        "import cairn.main, click\ncairn.main.main(['peer', '--help'], standalone_mode=False); click.echo('\u2501 ok')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=env, timeout=60)
+    assert done.returncode == 0 and b"? ok" in done.stdout, done.stderr

@@ -58,7 +58,7 @@ class Members:
     def noted(self, what: str, blob: Digest, size: int) -> Iterator[None]:
         yield
 
-    async def fetch_blob(self, digest: Digest, size: int, providers: Any, *, deadline_seconds: float, what: str):
+    async def fetch_blob(self, digest: Digest, size: int, providers: Any, *, deadline_seconds: float):
         self.asked.append(digest)
         for data in (BASE, b"words", b"tk" * 100):
             if blob_digest(data) == digest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import signal
@@ -41,6 +42,7 @@ from peer.channel import messages as channel_messages
 from peer.channel.messages import from_line, to_line
 from peer.errors import ChannelError, TrainerDied
 from protocol.ids import Digest, PeerKey
+from tests.support.open_files import files_limit
 from tests.support.waiting import LIMIT, ended, wait_until
 
 D, K, P = Digest(bytes(range(32))), PeerKey(bytes(range(1, 33))), Path("/a folder/b")
@@ -166,6 +168,22 @@ def test_the_trainers_end_polls_waits_and_reads_lines_that_come_in_pieces():
     with pytest.raises(ChannelError, match="closed the channel"):
         end.send(Stopped(True))
     end.close()
+
+
+def test_the_trainers_end_works_with_any_number_of_open_files():
+    """`select` knows no descriptor above 1023."""
+    node, trainer = socket.socketpair()
+    with files_limit(2048):
+        high = fcntl.fcntl(trainer, fcntl.F_DUPFD, 1500)
+        trainer.close()
+        end = TrainerEnd.from_fd(high)
+        assert end.receive(0) is None
+        node.sendall(to_line(Stop()))
+        assert end.receive(1) == Stop()
+        end.send(Progress(1, 0.0, 0.0, False))
+        end.close()
+    assert node.recv(1000) == to_line(Progress(1, 0.0, 0.0, False))
+    node.close()
 
 
 def test_a_message_meant_for_the_node_is_refused_by_the_trainers_end():

@@ -21,12 +21,13 @@ class Disk:
     """A store with one blob, of which `left` chunks are to come; None before it is opened."""
 
     left: int | None = None
+    rechecked = 0
 
     def has(self, blob: Digest) -> bool:
         return self.left == 0
 
     def in_progress(self, blob: Digest) -> Any:
-        return None if self.left is None else SimpleNamespace(left=self.left)
+        return None if self.left is None else SimpleNamespace(left=self.left, rechecked=self.rechecked)
 
 
 def test_a_rate_is_that_of_the_last_seconds():
@@ -55,6 +56,20 @@ def test_a_download_is_told_while_it_lasts_and_logged_at_its_beginning_and_end(c
         f"fetching the checkpoint {BLOB.short} (2.6 MB)",
         f"the checkpoint {BLOB.short} is here, after 5.0 s (524 kB/s)",
     ]
+
+
+def test_what_was_on_disk_before_the_start_is_no_part_of_the_speed(caplog):
+    disk, times = Disk(), iter([0.0, 1.0, 2.0, 3.0, 4.0])
+    downloads = DownloadTable(cast(Any, disk), lambda: next(times))
+    with caplog.at_level(logging.INFO, logger="peer.node.downloads"):
+        with downloads.noted("the checkpoint", BLOB, SIZE):
+            rates = []
+            for left, rechecked in ((10, 0), (4, 6), (2, 6)):
+                disk.left, disk.rechecked = left, rechecked
+                rates += [d.per_second for d in downloads.under_way()]
+            disk.left = 0
+    assert rates == [0.0, 0.0, (2 * CHUNK - 100) / 2.0]
+    assert caplog.records[-1].message.endswith("is here, after 4.0 s (262 kB/s)")  # the last 4 chunks
 
 
 def test_a_download_that_fails_is_over(caplog):

@@ -63,6 +63,28 @@ async def test_told_to_leave_while_it_starts_it_does_not_finish_starting_first(f
         assert n.snapshot().finished and (shown := read_snapshot(folder)) is not None and shown.finished
 
 
+async def test_while_the_runs_data_come_the_swarm_is_kept_and_the_admission_renewed(folder, monkeypatch):
+    begun: set[str] = set()
+
+    def noting(name: str):
+        async def runs(*_: Any) -> None:
+            begun.add(name)
+            await forever()
+
+        return runs
+
+    monkeypatch.setattr(Network, "discover", noting("discover"))
+    monkeypatch.setattr(Network, "keep_running", noting("keep_running"))
+    monkeypatch.setattr(Enrollment, "keep_valid", noting("keep_valid"))
+    monkeypatch.setattr(trainer_client, "fetch_assets", forever)
+    with Store(folder / "store", 1 << 30) as store:
+        n = node(folder, store, observer=False)
+        running = asyncio.create_task(n.run())
+        await until(lambda: begun == {"discover", "keep_running", "keep_valid"}, "all three have begun")
+        n.leave()
+        await ended(running)
+
+
 async def test_an_observer_leaves_with_a_goodbye(folder, monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(Network, "broadcast", lambda self, message: said.append(type(message.body).__name__))

@@ -213,6 +213,15 @@ async def test_addresses_are_written_only_when_they_are_news(store, client, tmp_
     assert len(m.addresses) == 64
 
 
+async def test_a_few_peers_push_out_neither_the_others_addresses_nor_those_of_the_invite(store, client, tmp_path):
+    m = await enter(store, tmp_path)
+    m.learn([f"/ip4/9.9.9.9/tcp/{i}/p2p/greedy{i // 16}" for i in range(64)])
+    assert {"/ip4/2.2.2.2/tcp/2", "/ip4/3.3.3.3/tcp/3"} < set(m.addresses) and len(m.addresses) == 3 + 4 * 2
+    m.learn([f"/ip4/9.9.9.9/tcp/{i}/p2p/member{i}" for i in range(500)])
+    assert m.addresses[0] == "/ip4/9.9.9.9/tcp/0/p2p/member0" and len(m.addresses) == 64
+    assert set(INVITE.addresses) <= set(m.addresses) == set(known_addresses(store))
+
+
 async def test_an_admission_is_renewed_before_it_ends_and_an_outage_is_said_louder_near_the_end(
     store, client, tmp_path, monkeypatch, caplog
 ):
@@ -247,6 +256,26 @@ async def test_an_admission_that_ends_sooner_than_the_sleep_seemed_is_renewed(st
         assert client.asked == asked and m.hours_left > 20
         m.admission = admission(RUN, ME, not_after=int(time.time()) + 60).encoded
         await until(lambda: client.asked > asked and m.hours_left > 20)
+    finally:
+        keeping.cancel()
+
+
+async def test_a_renewal_that_only_the_disk_refuses_is_not_told_as_a_failed_one(
+    store, client, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(membership_module, "RENEW_SECONDS", 0.01)
+    client.seconds = 60
+    m = await enter(store, tmp_path)
+
+    def full(name: str, data: bytes) -> None:
+        raise StoreFull("no space left: free some")
+
+    monkeypatch.setattr(cast(Any, store), "write_value", full)
+    client.seconds = 86_400
+    keeping = asyncio.create_task(m.keep_valid(nobody))
+    try:
+        await until(lambda: "the disk failed: no space left: free some" in caplog.text)
+        assert "is renewed, valid for 24.0 h" in caplog.text and "not renewed" not in caplog.text
     finally:
         keeping.cancel()
 

@@ -91,6 +91,17 @@ def test_members_that_name_nearly_everybody_as_unreachable_cost_few_looks(monkey
     assert looks <= len(honest) * len(liars) * SEARCHED < len(honest) * len(liars) * len(keys)
 
 
+def test_an_author_that_few_of_many_hear_reaches_all_by_those():
+    keys = [PeerKey(sha256(bytes([i]))) for i in range(120)]
+    author, *hearing = keys[:3]
+    made = heartbeat(PEERS[0])
+    deaf = replace(made, body=replace(made.body, unreachable=(short_id(author),)))
+    said = {k: replace(deaf if k in keys[3:] else made, author=k) for k in keys}
+    relaying = RelaySelector(said)
+    assert relaying.cut_off_from(author) == keys[3:]
+    assert all(set(relaying.relays(author, to)) == set(hearing) for to in keys[3:])
+
+
 def test_a_member_is_unheard_when_only_others_tell_of_it_and_no_more_once_it_speaks_itself():
     here = PeerTable(KEYS[0], forget_seconds=60.0, limit=10)
     here.note_heartbeat(heartbeat(PEERS[1], sequence=1), 0.0, direct=False)

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from peer.node.shard_reducer import AT_ONCE, KEPT_ROUNDS
+from peer.store import StoreError, StoreFull
 from protocol.merkle import CHUNK, blob_digest
 from protocol.rounds.events import BlobHeld, BlobInvalid, BlobUnavailable, ShardReduced, ShardUnavailable
 from tests.support.coordinator_fakes import peer
 from tests.support.open_files import few_files
 from tests.support.reducing_world import BAD, PART_SIZE, SIZE, World, changed, with_blob
-from tests.support.waiting import until
+from tests.support.waiting import ended, until
 
 
 @pytest.fixture
@@ -90,6 +91,41 @@ async def test_who_gives_nothing_in_time_is_lacking_and_may_be_asked_again(world
     w.source.silent.clear()
     w.reducing.reduce(w.record, 0, ())
     assert await w.answer() == ShardReduced(w.record.digest, 0, blob_digest(w.expected(0)))
+
+
+async def test_an_error_of_our_disk_costs_an_attempt_and_names_nobody(world, monkeypatch):
+    w = world(3)
+    w.store.put(w.data[1])
+    read, write = w.store.verify, w.store.put
+    errors = [StoreError("reading: too many open files"), StoreError("writing: too many open files")]
+
+    def fails_once(do, error):
+        def attempt(*given: Any) -> Any:
+            if error in errors:
+                errors.remove(error)
+                raise error
+            return do(*given)
+
+        return attempt
+
+    monkeypatch.setattr(w.store, "verify", fails_once(read, errors[0]))
+    monkeypatch.setattr(w.store, "put", fails_once(write, errors[1]))
+    w.reducing.reduce(w.record, 0, ())
+    assert await w.answer() == ShardUnavailable(w.record.digest, 0, ()) and not errors
+    w.reducing.reduce(w.record, 0, ())
+    assert await w.answer() == ShardReduced(w.record.digest, 0, blob_digest(w.expected(0)))
+
+
+async def test_a_full_disk_ends_the_node(world, monkeypatch):
+    def full(*_: Any) -> None:
+        raise StoreFull("no room")
+
+    w = world(3)
+    monkeypatch.setattr(w.store, "put", full)
+    w.reducing.reduce(w.record, 0, ())
+    with pytest.raises(StoreFull):
+        await ended(w.tasks.failure)
+    w.tasks.spawned.clear()
 
 
 async def test_who_sent_what_breaks_the_rules_is_named_at_once_and_nobody_else(world):

@@ -164,6 +164,49 @@ def test_no_more_is_taken_than_allowed(tmp_path):
             store.put(b"e")
 
 
+def arrive(store: Store, data: bytes) -> None:
+    arriving = store.receive(blob_digest(data), len(data), blob_leaves(data))
+    assert arriving is not None
+    arriving.write(0, data)
+    arriving.finish()
+    arriving.close()
+
+
+def adopt(store: Store, data: bytes) -> None:
+    source = store.scratch / "x"
+    source.write_bytes(data)
+    store.adopt(source)
+
+
+@pytest.mark.parametrize("keep", [Store.put, adopt, arrive])
+def test_a_new_folder_of_blobs_is_durable_as_well(store, monkeypatch, keep):
+    real, flushed = os.fsync, []
+
+    def fsync(fd):
+        flushed.append(os.readlink(f"/proc/self/fd/{fd}"))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    keep(store, b"abc")
+    folder = store.path(blob_digest(b"abc")).parent
+    assert {str(folder), str(folder.parent)} <= set(flushed)
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE])
+def test_too_few_open_files_are_not_taken_for_a_fault_of_the_disk(store, monkeypatch, code):
+    def fails(*_):
+        raise OSError(code, os.strerror(code))
+
+    digest = store.put(b"abc")
+    with monkeypatch.context() as m:
+        m.setattr(os, "pread", fails)
+        m.setattr(os, "rename", fails)
+        for use in (lambda: store.read_chunk(digest, 0), lambda: store.put(b"d")):
+            with pytest.raises(StoreError, match="raise the limit of open files"):
+                use()
+    assert store.read(digest) == b"abc"
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
 def test_a_disk_that_fails_is_an_error_with_a_remedy_and_leaves_no_draft(store, monkeypatch, code):
     def fails(fd):
@@ -232,7 +275,7 @@ def test_an_interrupted_arrival_goes_on_and_trusts_only_what_still_hashes(tmp_pa
         assert store.known_leaves(digest, len(data) - CHUNK) is None
         partial = store.receive(digest, len(data), leaves)
         assert store.used_bytes == len(data)
-        assert partial.missing() == [1, 2, 3]
+        assert partial.missing() == [1, 2, 3] and partial.rechecked == 1
         assert partial.bitmap() == b"\x01"
         for index in partial.missing():
             partial.write(index, data[index * CHUNK : (index + 1) * CHUNK])

@@ -107,7 +107,7 @@ async def test_packets_and_requests_go_to_whoever_they_are_for(three: list[Membe
     await b.swarm.send(a.key, packet)
     assert a.packets == [(b.key, packet)] and not c.packets
     assert list((await b.swarm.request_chain(c.key, wire.ChainRequest(locator=[b"x"]))).certificates) == [b"x"]
-    assert set(await a.swarm.peers()) == {b.key, c.key} and a.swarm.bytes_down == b.swarm.bytes_up - 3
+    assert a.swarm.bytes_down == b.swarm.bytes_up - 3
     with pytest.raises(PacketTooLarge):
         await b.swarm.send(a.key, wire.Packet(messages=[bytes(5_000_000)]))
 

@@ -115,6 +115,30 @@ async def test_a_trainer_that_dies_of_a_question_is_told_once_and_the_question_i
         assert len(world.lost) == 1 and world.trainer.restarts == 1
 
 
+@pytest.mark.parametrize("failures", [1, module.MAX_FAILURES])
+async def test_a_restart_for_which_the_machine_is_short_of_something_is_tried_again(tmp_path, monkeypatch, failures):
+    real, left = asyncio.create_subprocess_exec, [BlockingIOError(11, "no process now")] * failures
+
+    async def start(*given, **options):
+        if (tmp_path / "lives").exists() and left:
+            raise left.pop()
+        return await real(*given, **options)
+
+    monkeypatch.setattr(link_module.asyncio, "create_subprocess_exec", start)
+    async with supervised(tmp_path, DIES_ONCE) as (world, running):
+        await world.trainer.send(ASK)
+        await world.until(lambda: world.lost)
+        with pytest.raises(TrainerDied, match="cannot start the trainer"):
+            await ended(world.trainer.send(ASK))  # of the process that could not be started
+        if failures == module.MAX_FAILURES:
+            with pytest.raises(TrainerDied, match="died 5 times in a row, last: cannot start"):
+                await ended(running)
+        else:
+            await world.until(lambda: len(world.lost) == 2)
+            await ended(world.trainer.send(ASK))
+            await world.until(lambda: "NothingDone" in world.names())
+
+
 async def test_each_process_has_the_limit_of_a_gpu_as_it_is_when_it_starts(tmp_path):
     program = """
     end.send(Ready(str(start.gpu_memory), 1, 1))

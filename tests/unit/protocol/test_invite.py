@@ -82,14 +82,16 @@ def test_what_is_no_invite_is_named_so(text, says):
 @pytest.mark.parametrize(
     "changes",
     [{"coordinators": ()}, {"coordinators": (HostPort("a", 1),) * 5},
-     {"code": "x" * 65}, {"code": "a b"}, {"code": "é"}, {"addresses": ("nope",)}, {"addresses": (USUAL,) * 9}],
+     {"code": "x" * 65}, {"code": "a b"}, {"code": "é"}, {"addresses": ("nope",)}, {"addresses": (USUAL,) * 9},
+     {"addresses": ("/dns4/b\u00fccher.example/tcp/1",)}],
 )  # fmt: skip
 def test_what_does_not_fit_is_never_written(changes):
     with pytest.raises(MalformedError):
         invite(**changes)
 
 
-@pytest.mark.parametrize("text", ["a", "a:", ":1", "a:0", "a:65536", "a:x", "::1:5", "a b:1", "[zz]:1", "a:१"])
+@pytest.mark.parametrize("text", ["a", "a:", ":1", "a:0", "a:65536", "a:x", "::1:5", "a b:1", "[zz]:1", "a:१",
+                                  "run..example.org:1", "a.:1", "-a:1", "a" * 64 + ".org:1", "a.b-:1"])  # fmt: skip
 def test_what_is_no_endpoint_is_refused(text):
     with pytest.raises(MalformedError):
         HostPort.parse(text)
