@@ -10,9 +10,10 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo demo-finetune test test-page test-long test-wan fuzz lint format simulate stubs vectors clean
 
-# An environment without pip is what a failed or stopped `venv` leaves: it is made anew.
+# An environment without pip is what a failed or stopped `venv` leaves, or uv makes: it gets pip, and nothing goes.
 $(STAMP): pyproject.toml setup.py
-	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip >/dev/null 2>&1 || \
+	  $(PYTHON) -m venv $(VENV)
 	-@$(BIN)/python -m pip uninstall --quiet --yes cairn 2>/dev/null  # its name before
 	-@$(BIN)/python -m pip install --quiet 'pip>=26,<27'  # Python 3.11's own takes twice as long to resolve
 	@echo "installing Cairn into $(VENV), with all that its tests need"

@@ -25,15 +25,23 @@ if sys.platform == "win32":  # or pip fails later, at a dependency, with that on
     sys.exit("Cairn does not run on Windows, nor does libp2p's daemon: install it in WSL2 (`wsl --install`)")
 
 HERE = Path(__file__).resolve().parent
-left = [p for kind in ("build", "build/*", "*.egg-info") for p in HERE.glob(kind) if not os.access(p, os.W_OK)]
-if left:
+
+
+def refuse(path: Path, *paths: Path) -> None:
     sys.exit(
-        f"{left[0]} is another user's, such as root's after `sudo pip install`, and has to be replaced. Remove it: "
-        f"sudo rm -rf {shlex.join(map(str, left))}"
+        f"{path} has to be replaced, and this user may not do that: perhaps it is root's, after `sudo pip install`. "
+        f"Remove it: sudo rm -rf {shlex.join(map(str, (path, *paths)))}"
     )
+
+
+if left := [p for kind in ("build", "build/*", "*.egg-info") for p in HERE.glob(kind) if not os.access(p, os.W_OK)]:
+    refuse(*left)
 # Files that a build before this one left there, and that are gone from the sources, would be in the wheel.
 if (HERE / "build" / "lib").exists():
-    shutil.rmtree(HERE / "build" / "lib")
+    try:
+        shutil.rmtree(HERE / "build" / "lib")
+    except OSError:
+        refuse(HERE / "build")
 
 setup(
     packages=[*folders("cairn"), *(f"cairn.packages.{name}" for name in folders(*INSIDE))],

@@ -125,7 +125,8 @@ class Bench:
         out = []
         for n in range(steps):
             late = round_ > 0 and n < mark
-            at, since = (round_ - 1, own + n * batch) if late else (round_, n * batch)
+            after = n - mark if round_ > 0 else n  # the steps on this state, which came with step `mark`
+            at, since = (round_ - 1, own + after * batch) if late else (round_, after * batch)
             usual = own if at > 0 else 0
             out.append(
                 step_factor(self.schedule, at * self.target * window, self.target * window, since + batch / 2, usual)

@@ -28,7 +28,7 @@ from peer.doctor import links, pace
 from peer.doctor.clock import clock_finding
 from peer.doctor.device import device_finding, files_finding, memory_finding
 from peer.doctor.device_process import try_device
-from peer.doctor.disk import disk_finding, files_room, saved_size, state_bytes
+from peer.doctor.disk import disk_finding, files_room, state_bytes, to_save
 from peer.doctor.findings import DoctorFinding, Verdict, verdict_of
 from peer.doctor.measurements import DownloadProbe, Trial
 from peer.doctor.probes import DiskSpace, dial, disk_space, own_address
@@ -106,12 +106,11 @@ async def examine(machine: Examined, via: Sequence[str], progress: Progress = la
     space = disk_space(run / "store")
     findings = [
         versions, links.run_finding(info, status), clock_finding(ahead), links.reach_finding(reached, own),
-        _disk(machine, space, spec),
+        _disk(machine, space, spec, saves := to_save(spec, run / "trainer")),
     ]  # fmt: skip
     room = files_room(
-        spec, limit=machine.disk, used=space.used, free=space.free, private_data=machine.private_data,
-        saved=saved_size(run / "trainer"),
-    )  # fmt: skip
+        spec, limit=machine.disk, used=space.used, free=space.free, saves=saves, private_data=machine.private_data
+    )
     trial = await _trial(machine, spec, space, room, progress)
     swarm = links.swarm_of(status)
     speed = pace.pace_of(spec, swarm, trial)
@@ -161,14 +160,15 @@ async def _trial(machine: Examined, spec: RunSpec, space: DiskSpace, room: int, 
         return Trial(refused=f"it was not tried, since that takes a file for a minute ({e}): free some of that disk")
 
 
-def _disk(machine: Examined, space: DiskSpace, spec: RunSpec) -> DoctorFinding:
+def _disk(machine: Examined, space: DiskSpace, spec: RunSpec, saves: int) -> DoctorFinding:
     """Judge the disk of --home, of which nothing need exist yet."""
     if not space.is_writable:
         remedy = "name another folder with --home, or fix this one"
         return DoctorFinding("disk", "no", f"{space.folder} cannot be written to", remedy)
     return disk_finding(
-        spec, space.folder, limit=machine.disk, used=space.used, free=space.free, private_data=machine.private_data
-    )
+        spec, space.folder, limit=machine.disk, used=space.used, free=space.free, saves=saves,
+        private_data=machine.private_data,
+    )  # fmt: skip
 
 
 async def measure_download(page: str, round: int) -> DownloadProbe | None:

@@ -44,7 +44,7 @@ class Output(Console):
     """A console on stdout. It raises BrokenPipeError when its reader is gone; if it `lasts`, it writes to nobody."""
 
     def __init__(self, *, lasts: bool = False, soft_wrap: bool = False):
-        file = cast(TextIO, _LastingFile(sys.stdout)) if lasts else None
+        file = cast(TextIO, _LastingFile(sys.stdout)) if lasts and sys.stdout is not None else None
         super().__init__(file=file, highlight=False, soft_wrap=soft_wrap)
         if not self.is_terminal:
             self.width = max(self.width, FILE_WIDTH)

@@ -18,7 +18,7 @@ MOST_BYTES = LEAST_BYTES + _MOMENT
 """Bytes of a parameter that a step holds at most: with two moments."""
 
 SAVED_BYTES = 16
-"""Bytes of a parameter in what is saved: feedback, progress and two moments."""
+"""Bytes of a parameter in what is saved at most: feedback, progress and two moments."""
 
 BLOCK = 256
 """Values of a moment in 8 bits that share an fp32 scale: those of bitsandbytes' optimizers."""
@@ -41,6 +41,15 @@ def model_bytes(layout: Layout, config: Mapping[str, Any], inner: InnerSpec, *, 
         moment = t.numel + 4 * -(-t.numel // BLOCK) if is_rounded else _MOMENT * t.numel
         moments += moment if by_muon else 2 * moment
     return (_WEIGHT + _GRADIENT) * layout.numel + moments
+
+
+def saved_bytes(layout: Layout, config: Mapping[str, Any], inner: InnerSpec, *, replayable: bool) -> int:
+    """Return the bytes of what a trainer saves: moments, and feedback and progress, or in replayable runs the position.
+
+    Moments count as fp32.
+    """
+    held = model_bytes(layout, config, inner) - (_WEIGHT + _GRADIENT) * layout.numel
+    return held + 4 * layout.numel * (1 if replayable else 2)
 
 
 def round_bytes(layout: Layout, outer: OuterSpec) -> int:

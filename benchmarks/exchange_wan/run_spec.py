@@ -67,7 +67,7 @@ def spec_of(job: Job) -> RunSpec:
                 "patience_seconds": 2 * job.exchange_seconds,
             },
             "admission": {"seconds": 30 * 86_400},
-            "checkpoint": {"every": 1000},
+            "checkpoint": {"every": 256},
         }
     )
 

@@ -11,11 +11,11 @@ from typing import Any
 
 from peer.doctor.device import memory_finding
 from peer.doctor.device_process import CHECK_SECONDS, run_check
-from peer.doctor.disk import disk_finding, files_room, saved_size
+from peer.doctor.disk import disk_finding, to_save
 from peer.doctor.measurements import Device, Trial
 from peer.errors import PeerError
 from peer.node.options import NodeOptions
-from peer.node.trainer_files import write_spec
+from peer.node.trainer_files import room_for_files, write_spec
 from peer.store import Store
 from peer.store.disk import disk
 from peer.training.eight_bit import refusal
@@ -33,19 +33,22 @@ async def check_machine(spec: RunSpec, options: NodeOptions, store: Store) -> No
     if options.moments == "8bit" and (never := refusal(spec)):
         raise PeerError(never)
     check_disk(spec, options, store)
-    with disk(f"reading the size of the disk of {store.folder}"):
-        limit, used, free = store.limit_bytes, store.used_bytes, store.free_bytes
-    saved, private = saved_size(options.folder / "trainer"), options.private_data
-    room = files_room(spec, limit=limit, used=used, free=free, private_data=private, saved=saved)
-    await check_devices(spec, options, room)
+    await check_devices(spec, options, room_for_files(spec, store, options))
 
 
 def check_disk(spec: RunSpec, options: NodeOptions, store: Store) -> None:
     """Raise PeerError if the store may not hold what every peer fetches, or the disk has no room for it."""
     with disk(f"reading the size of the disk of {store.folder}"):
         free = shutil.disk_usage(store.folder).free
+    saves = to_save(spec, options.folder / "trainer") if options.trains else 0
     disk_finding(
-        spec, store.folder, limit=store.limit_bytes, used=store.used_bytes, free=free, private_data=options.private_data
+        spec,
+        store.folder,
+        limit=store.limit_bytes,
+        used=store.used_bytes,
+        free=free,
+        saves=saves,
+        private_data=options.private_data,
     ).require()
 
 

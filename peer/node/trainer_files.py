@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 from pathlib import Path
 
 from peer.channel import Start
-from peer.doctor.disk import SAVED_TENSORS, files_room, saved_size
+from peer.doctor.disk import SAVED_TENSORS, files_room, to_save
 from peer.errors import NotInSwarm, PeerError
 from peer.fetched_data import fetched_shards
 from peer.node.base_model import fetch_base_nearby, fetch_seconds
@@ -84,15 +85,22 @@ async def _fetch(what: str, blob: BlobRef, store: Store, network: Network) -> No
             await asyncio.sleep(AGAIN_SECONDS)
 
 
+def room_for_files(spec: RunSpec, store: Store, options: NodeOptions) -> int:
+    """Return the bytes of files that the trainer may write for its state between rounds. Raises StoreError."""
+    with disk(f"reading the size of the disk of {store.folder}"):
+        free = shutil.disk_usage(store.folder).free
+    return files_room(
+        spec, limit=store.limit_bytes, used=store.used_bytes, free=free,
+        saves=to_save(spec, options.folder / "trainer"), private_data=options.private_data,
+    )  # fmt: skip
+
+
 def start_message(spec: RunSpec, store: Store, key: PeerKey, options: NodeOptions) -> Start:
     """Return the trainer's first message; the spec is written to a file for it. Raises StoreError."""
-    limit, used, free = store.limit_bytes, store.used_bytes, store.free_bytes
-    folder, private = options.folder / "trainer", options.private_data
-    room = files_room(spec, limit=limit, used=used, free=free, private_data=private, saved=saved_size(folder))
     return Start(
         spec_path=write_spec(spec, options.folder),
         identity_key=key,
-        state_folder=folder,
+        state_folder=options.folder / "trainer",
         device=options.device,
         threads=options.threads,
         parallel=options.parallel,
@@ -100,10 +108,10 @@ def start_message(spec: RunSpec, store: Store, key: PeerKey, options: NodeOption
         compile=options.compile,
         moments=options.moments,
         overlap=options.overlap,
-        private_data=private,
+        private_data=options.private_data,
         shards=data_shards(spec, store),
         base=base_file(spec, store),
-        disk=room,
+        disk=room_for_files(spec, store, options),
     )
 
 

@@ -232,9 +232,9 @@ class SavedFolder:
     def discard_update(self, name: Digest) -> None:
         """Remove an update that `keep_update` kept, or began to keep, and that is not announced after all.
 
-        In a replayable run the manifest stays: it may be that of an earlier update, and says where its windows end.
+        A manifest of an earlier update stays, in a replayable run any: it says what is decided, or where windows end.
         """
-        manifest = () if self.replayable else (self.folder / UPDATE_MANIFEST,)
+        manifest = (self.folder / UPDATE_MANIFEST,) if self._kept == name and not self.replayable else ()
         for path in (*manifest, self.update_file(name)):
             with contextlib.suppress(OSError):
                 path.unlink()

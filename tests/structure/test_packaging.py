@@ -64,15 +64,24 @@ def test_on_windows_the_install_says_where_cairn_runs(monkeypatch: pytest.Monkey
         runpy.run_path(str(ROOT / "setup.py"))
 
 
-@pytest.mark.parametrize("left", ["build", "build/lib", "cairn_swarm.egg-info"])
+def _not_permitted(path: Path) -> None:
+    raise PermissionError(path)
+
+
+@pytest.mark.parametrize("left", ["build", "build/lib", "cairn_swarm.egg-info", "build/lib/cairn"])
 def test_what_another_user_built_is_named_with_the_command_that_removes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: str
 ):
     shutil.copy(ROOT / "setup.py", tmp_path)
     (tmp_path / left).mkdir(parents=True)
-    monkeypatch.setattr(os, "access", lambda path, _: path != tmp_path / left)
+    named = tmp_path / left
+    if left == "build/lib/cairn":
+        named = tmp_path / "build"
+        monkeypatch.setattr(shutil, "rmtree", _not_permitted)
+    else:
+        monkeypatch.setattr(os, "access", lambda path, _: path != named)
     monkeypatch.setattr(sys, "argv", ["setup.py", "--version"])
-    with pytest.raises(SystemExit, match=f"^{tmp_path / left} is another user's.*sudo rm -rf {tmp_path / left}$"):
+    with pytest.raises(SystemExit, match=f"^{named} has to be replaced.*sudo rm -rf {named}$"):
         runpy.run_path(str(tmp_path / "setup.py"))
     assert (tmp_path / left).exists()
 

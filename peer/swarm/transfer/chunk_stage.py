@@ -140,6 +140,7 @@ class ChunkStage:
 
     def _begin(self, provider: Provider) -> None:
         provider.begin()
+        provider.had_turn = True
         self._active[provider.peer] = provider
         if provider.bad:
             self.end_provider(provider)

@@ -87,6 +87,9 @@ class Provider:
     counts: Counter[str] = field(default_factory=Counter)
     """Failures by kind, since the last data, or since it was given up."""
 
+    had_turn: bool = False
+    """Chunks, or a bitmap, were requested from it."""
+
     proved: bool = False
     """It gave a correct chunk."""
 

@@ -166,7 +166,7 @@ class Scheduler:
         if self._stalled_at <= self._requests.now:
             self._replace_stalled()
         self._requests.repeat_due()
-        if self._race is not None and self._race.wake_at <= self._requests.now:
+        if self._race is not None and self._race.wake_at <= self._requests.now and not self._over:
             self._ask_next()
         if self._chunks is not None and not self._over:
             self._chunks.wake()
@@ -204,7 +204,7 @@ class Scheduler:
     def _replace_stalled(self) -> None:
         """Begin again with those that had no turn yet; the likeliest provider stays, and the rest come last."""
         likeliest, *others = self._requests.providers
-        others.sort(key=lambda p: p.activity is not ProviderActivity.OUT)
+        others.sort(key=lambda p: (p.had_turn, p.activity is not ProviderActivity.OUT))
         self._later.extend(p for p in others if not p.bad)
         self._failed += [p for p in others if p.bad]
         self._requests.providers = [likeliest, *self._next_providers(PROVIDERS - 1)]
@@ -289,6 +289,7 @@ class Scheduler:
         race, pages, provider = self._race, leaf_pages(self._requests.size), query.provider
         if race is None:
             return
+        race.given_up.pop(provider.peer, None)
         received = race.pages.setdefault(provider.peer, {})
         received[query.index] = data
         if query.index == 0:  # alone at first: a stream that is gone costs one attempt

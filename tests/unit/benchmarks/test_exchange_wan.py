@@ -239,7 +239,7 @@ def test_a_round_begins_for_all_at_the_time_that_is_published(tmp_path: Path):
 def test_the_run_for_overlap_has_no_end_and_no_checkpoints_on_its_way(tmp_path: Path):
     text = run_file('[run]\ntotal_tokens = 5\n[data]\nsource = "a"\n[checkpoint]\nevery = 5\n', tmp_path)
     run = tomllib.loads(text)
-    assert run["checkpoint"]["every"] == 1000
+    assert run["checkpoint"]["every"] == 256
     assert run["run"]["total_tokens"] > 10**8
     hosts = topology(2.0, 100.0).hosts
     assert hosts["p1"].up * 8 == pytest.approx(2e6)

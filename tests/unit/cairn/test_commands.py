@@ -140,6 +140,14 @@ def test_a_process_that_lasts_survives_a_full_disk_below_its_output():
     assert (done.returncode, done.stderr) == (7, b"")
 
 
+def test_a_process_that_lasts_needs_no_output():
+    """As of `cairn peer join INVITE >&-`."""
+    code = "import sys; from cairn.output import Output\nassert sys.stdout is None\nOutput(lasts=True).print('a line')"
+    command = f"exec {shlex.quote(sys.executable)} -c {shlex.quote(code)} >&-"
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_terminal_without_the_signs_of_a_bar_gets_question_marks():
     env = os.environ | {"PYTHONIOENCODING": "latin-1"}
     code = (

@@ -13,7 +13,7 @@ from peer.coordinator_client import LastState, PeerStatus, RunInfo, SwarmStatus
 from peer.doctor import links, pace
 from peer.doctor.clock import clock_finding
 from peer.doctor.device import device_finding, files_finding, fits, memory_finding
-from peer.doctor.disk import disk_finding, files_room, saved_size, state_bytes
+from peer.doctor.disk import SAVED_TENSORS, disk_finding, files_room, state_bytes, to_save
 from peer.doctor.findings import DoctorFinding, verdict_of
 from peer.doctor.measurements import Device, DownloadProbe, PresentSwarm, Sample, Trial, step_seconds
 from peer.doctor.probes import dial, disk_space
@@ -22,8 +22,7 @@ from peer.fetched_data import data_bytes
 from peer.training.offload import note_of
 from protocol.ids import Digest
 from protocol.spec import RunSpec
-from protocol.training_memory import SAVED_BYTES
-from protocol.units import byte_size
+from protocol.training_memory import saved_bytes
 from tests.support.node_world import address_of
 from tests.support.specs import digest, identity, spec_fields, tiny_spec
 
@@ -36,7 +35,7 @@ CPU = Device("CPU x86_64", "cpu", "fsdp=2", 2, 3 * GB, 7 * GB, 8 * GB, "2.9.0+cp
 BASE = GB
 """Bytes of a state."""
 NOTE = note_of("files", SPEC)
-SAVED_TWICE = 2 * SAVED_BYTES * SPEC.model.layout.numel
+SAVED = saved_bytes(SPEC.model.layout, SPEC.model.config, SPEC.inner, replayable=False)
 
 
 def spec_with(**rounds: object) -> RunSpec:
@@ -73,38 +72,38 @@ def test_the_clock(ahead: float | None, verdict: str, word: str):
 
 
 def test_the_disk(tmp_path: Path):
-    def found(limit: int, used: int, free: int) -> DoctorFinding:
-        return disk_finding(SPEC, tmp_path, limit=limit, used=used, free=free, private_data=False)
+    def found(limit: int, used: int, free: int, saves: int = 0) -> DoctorFinding:
+        return disk_finding(SPEC, tmp_path, limit=limit, used=used, free=free, saves=saves, private_data=False)
 
     says(found(GB, 0, 2 * GB), "ok", "2.0 GB are free")
     says(found(GB, 0, GB // 2), "warning", "may grow to 1.0 GB", "--disk")
     says(found(20_000, 0, GB), "no", "--disk allows 20.0 kB")
     says(found(GB, 0, 1000), "no", "1.0 kB are free", "--home")
     # It has everything already, but what is saved.
-    says(found(GB, GB, SAVED_TWICE - 1), "no", f"{byte_size(SAVED_TWICE)} for what the trainer saves", "--home")
-    says(found(GB, GB, SAVED_TWICE), "ok")
-    says(found(GB, GB - 1000, SAVED_TWICE + 999), "warning", "may grow to 1.0 GB")
+    says(found(GB, GB, GB - 1, GB), "no", "1.0 GB for what the trainer saves", "--home")
+    says(found(GB, GB, GB, GB), "ok")
+    says(found(GB, GB - 1000, GB + 999, GB), "warning", "may grow to 1.0 GB")
+    assert "saves" not in found(GB, GB, GB).found
 
 
-def test_what_a_trainer_has_saved_needs_no_room_again(tmp_path: Path):
-    store, saved = tmp_path / "store", tmp_path / "trainer" / "trainer-7.safetensors"
-    saved.parent.mkdir()
-    saved.write_bytes(bytes(SAVED_TWICE // 2))
-
-    def found(free: int) -> DoctorFinding:
-        return disk_finding(SPEC, store, limit=GB, used=GB, free=free, private_data=False)
-
-    says(found(SAVED_TWICE // 2 - 1), "no")
-    says(found(SAVED_TWICE // 2), "ok")
-    assert saved_size(saved.parent) == SAVED_TWICE // 2 and saved_size(store) == 0
+def test_a_trainer_saves_its_state_beside_the_last_one(tmp_path: Path):
+    """As it is: a peer that has trained can come back with room for one more."""
+    model = SPEC.model
+    assert to_save(SPEC, tmp_path) == 2 * SAVED and 12 * model.layout.numel <= SAVED <= 16 * model.layout.numel
+    position = saved_bytes(model.layout, model.config, SPEC.inner, replayable=True)
+    assert position == SAVED - 4 * model.layout.numel
+    (tmp_path / SAVED_TENSORS.replace("*", "7")).write_bytes(bytes(SAVED))
+    assert to_save(SPEC, tmp_path) == SAVED
 
 
 def test_the_disk_needs_no_room_for_data_that_is_read_at_an_address(tmp_path: Path):
     data = spec_fields()["data"] | {"addresses": ["file:///data"]}
     data["train"] = [{"digest": data["train"][0]["digest"], "size": 10 * GB, "tokens": 5 * GB}]
     spec = tiny_spec(data=data)
-    says(disk_finding(spec, tmp_path, limit=GB, used=0, free=GB, private_data=False), "no", "10.0 GB of data")
-    says(disk_finding(spec, tmp_path, limit=GB, used=0, free=2 * GB, private_data=True), "ok", "1.0 kB of data")
+    says(disk_finding(spec, tmp_path, limit=GB, used=0, free=GB, saves=0, private_data=False), "no", "10.0 GB of data")
+    says(
+        disk_finding(spec, tmp_path, limit=GB, used=0, free=2 * GB, saves=0, private_data=True), "ok", "1.0 kB of data"
+    )
 
 
 def test_files_of_the_trainer_have_half_of_what_data_and_checkpoints_leave():
@@ -112,9 +111,9 @@ def test_files_of_the_trainer_have_half_of_what_data_and_checkpoints_leave():
     held = data + states
 
     def room(limit: int, used: int, free: int) -> int:
-        found = files_room(SPEC, limit=limit, used=used, free=free + SAVED_TWICE, private_data=False)
-        again = files_room(SPEC, limit=limit, used=used, free=free, private_data=False, saved=SAVED_TWICE)
-        assert found == again
+        found = files_room(SPEC, limit=limit, used=used, free=free, saves=0, private_data=False)
+        with_saves = files_room(SPEC, limit=limit, used=used, free=free + GB, saves=GB, private_data=False)
+        assert found == with_saves
         return found
 
     assert room(held + 2 * GB, 0, 100 * GB) == room(held + 2 * GB, held + GB, GB) == GB

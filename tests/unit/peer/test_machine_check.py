@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from peer.doctor.device_process import Report
+from peer.doctor.disk import to_save
 from peer.doctor.measurements import Device
 from peer.errors import PeerError
 from peer.node import machine_check
 from peer.node.machine_check import check_devices, check_disk
 from peer.node.options import NodeOptions
 from peer.store import Store
-from protocol.training_memory import SAVED_BYTES
 from tests.support.long_cases import long_cases
 from tests.support.specs import tiny_spec
 
@@ -109,10 +109,15 @@ def test_the_disk_must_hold_what_every_peer_fetches(tmp_path: Path, monkeypatch:
 
 
 def test_what_a_peer_has_already_needs_no_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    saved = SAVED_BYTES * SPEC.model.layout.numel
+    once = to_save(SPEC, tmp_path) // 2
     (tmp_path / "trainer").mkdir()
-    (tmp_path / "trainer" / "trainer-1.safetensors").write_bytes(bytes(saved))
-    monkeypatch.setattr("shutil.disk_usage", lambda folder: type("", (), {"free": saved}))
+    (tmp_path / "trainer" / "trainer-1.safetensors").write_bytes(bytes(once))
+    free = once
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: type("", (), {"free": free}))
     with Store(tmp_path / "store", 10**9) as store:
         store.put(bytes(10**6))
         check_disk(SPEC, NodeOptions(tmp_path), store)
+        free = 0
+        with pytest.raises(PeerError, match="for what the trainer saves"):
+            check_disk(SPEC, NodeOptions(tmp_path), store)
+        check_disk(SPEC, NodeOptions(tmp_path, auditor=True), store)

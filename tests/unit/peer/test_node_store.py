@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 
+from peer.doctor.disk import to_save
 from peer.errors import NotInSwarm, PeerError
 from peer.node import chain_store as module
 from peer.node import trainer_files
@@ -19,7 +20,7 @@ from peer.node.chain_store import ChainStore
 from peer.node.downloads import Download, DownloadTable
 from peer.node.options import NodeOptions
 from peer.node.snapshot import FILE, Snapshot, read_snapshot, write_snapshot
-from peer.node.trainer_files import fetch_assets, start_message
+from peer.node.trainer_files import fetch_assets, room_for_files, start_message
 from peer.store import Store, StoreError
 from peer.swarm.errors import BlobFetchError
 from protocol.chain import Chain, ChainLimits
@@ -518,13 +519,14 @@ def test_a_trainer_may_have_files_within_the_limit_of_the_disk(tmp_path):
     assert found[0] == 0 < found[1] < 5 * 10**8
 
 
-def test_what_a_trainer_has_saved_takes_no_room_of_its_files_again(tmp_path, monkeypatch):
-    saved = []
-    monkeypatch.setattr("peer.node.trainer_files.files_room", lambda *_, **words: saved.append(words["saved"]) or 0)
-    with Store(tmp_path / "store", 10**9) as store:
-        for name in ("trainer-1.safetensors", "pass.json"):
-            start_message(SPEC, store, Identity(bytes(32)).key, NodeOptions(tmp_path))
-            (tmp_path / "trainer").mkdir(exist_ok=True)
-            (tmp_path / "trainer" / name).write_bytes(bytes(1000))
-        start_message(SPEC, store, Identity(bytes(32)).key, NodeOptions(tmp_path))
-    assert saved == [0, 1000, 1000]
+def test_what_the_trainer_saves_takes_of_the_disk_and_not_of_the_limit(tmp_path, monkeypatch):
+    """The limit is of the store, and saved states lie beside it."""
+    free, saves = 10**9, to_save(SPEC, tmp_path / "trainer")
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=free))
+    monkeypatch.setattr("peer.node.trainer_files.to_save", lambda *_: saves)
+    with Store(tmp_path / "store", 10**8) as store:
+        usual = room_for_files(SPEC, store, NodeOptions(tmp_path))
+        saves = 8 * 10**8
+        assert 0 < usual == room_for_files(SPEC, store, NodeOptions(tmp_path))
+        saves = 10**9
+        assert room_for_files(SPEC, store, NodeOptions(tmp_path)) == 0

@@ -351,6 +351,27 @@ def test_who_alone_has_the_leaf_hashes_is_asked_for_them_again_while_others_put_
     assert t.all_of(EndFetch) == [EndFetch()]
 
 
+def test_one_that_gives_leaf_hashes_after_it_was_given_up_is_waited_for_though_all_others_fail():
+    t = Talk([A, B], deadline=7200.0)
+    while t.now < 60:
+        answer_all(t, {BlobOp.LEAVES: {B: REFUSED}, BlobOp.HAVE: {}}, set())
+        t.wait()
+    while not any(a.leaves for a in t.all_of(OpenBlob)):
+        for query in t.all_of(QueryProvider):
+            t.actions.remove(query)
+            t.tell(query, given(b"".join(LEAVES)) if query.peer == A else REFUSED)
+        t.wait()
+    checked = t.take(OpenBlob)  # the check takes a while
+    end = t.now + 60
+    while t.now < end:
+        answer_all(t, {BlobOp.LEAVES: {}, BlobOp.HAVE: {}}, set())
+        assert not t.all_of(EndFetch)
+        t.wait()
+    t.tell(checked, range(len(LEAVES)))
+    answer_all(t, {BlobOp.LEAVES: {}, BlobOp.HAVE: {}}, {A, B})
+    assert t.all_of(EndFetch) == [EndFetch()]
+
+
 @pytest.mark.parametrize("count", [2, ACTIVE, PROVIDERS])
 def test_when_all_have_failed_the_fetch_fails_soon_though_each_would_be_asked_again(count: int):
     data = bytes(12 * CHUNK)

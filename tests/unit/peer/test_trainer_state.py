@@ -12,7 +12,7 @@ import torch
 
 from peer.channel import Apply, MakeUpdate, NothingDone, Orders, UpdateFile, UpdateMade
 from peer.errors import SavedStateError, TrainingError
-from peer.training.saved_state import STATE_MANIFEST, UPDATE_MANIFEST
+from peer.training.saved_state import STATE_MANIFEST, UPDATE_MANIFEST, SavedFolder
 from peer.training.step_loop import MAX_NON_FINITE
 from protocol.errors import CodecError, MalformedError
 from protocol.ids import Digest
@@ -495,7 +495,7 @@ def test_one_killed_right_after_announcing_whose_update_was_accepted_does_not_se
 
 
 @pytest.mark.parametrize("fate", ["accepted", "missed"])
-def test_a_saved_update_is_not_taken_for_a_later_one_of_the_same_windows(world, fate):
+def test_a_saved_update_is_not_taken_for_a_later_one_of_the_same_windows(world, monkeypatch, fate):
     before = loaded(world)
     train(before, 2)
     first = update(before, world.folder / "u")
@@ -510,6 +510,13 @@ def test_a_saved_update_is_not_taken_for_a_later_one_of_the_same_windows(world, 
     missed = () if fate == "accepted" else (second.blob_path,)
     apply(before, Apply(rounds[1], missed, next_window, next_window))
     train(before, 1)
+
+    def fails(*_: object) -> Path:
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as m, pytest.raises(OSError, match="full"):
+        m.setattr(SavedFolder, "keep_update", fails)
+        update(before, world.folder / "w")
 
     after, heard = born(world)  # killed before it saved again
     after.load(world.load(*rounds, next_window=next_window))
