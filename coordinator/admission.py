@@ -185,7 +185,9 @@ class Admitter:
         check_clock(request.time, now)
         if (why := self._refusal(request.peer)) is not None:
             raise RefusedError(why)
-        check_policy(request, self._policy, self._codes)
+        known = self._table.get(request.peer)
+        if known is None:  # a new code shuts out those who are not in yet: a ban is for the others
+            check_policy(request, self._policy, self._codes)
         await self._check_work(request)
         known = self._table.get(request.peer)
         if known and known.name == request.name and known.not_after - now >= _FRESH * self._policy.seconds:

@@ -42,8 +42,8 @@ class RetentionCandidate(Generic[K]):
 def to_delete(states: Iterable[RetentionCandidate[K]], policy: RetentionPolicy) -> list[RetentionCandidate[K]]:
     """Return the states to delete, in order: those that no rule keeps, then those beyond `policy.bytes`.
 
-    The latter are the `evictable` ones and then those kept for ever. The first state, the newest, the newest final one
-    and held ones are never deleted.
+    The latter are the `evictable` ones and then those kept for ever. The first state, the newest, the newest final one,
+    held ones and those that wait to become final are never deleted: else a small bound would end finality.
     """
     ordered = sorted(states, key=lambda s: s.round)
     safe = _never(ordered)
@@ -51,7 +51,7 @@ def to_delete(states: Iterable[RetentionCandidate[K]], policy: RetentionPolicy) 
     gone = [s for i, s in enumerate(ordered) if i not in kept]
     if policy.bytes:
         left = sum(ordered[i].size for i in kept)
-        for i in _shedding(ordered, policy, kept - safe):
+        for i in _shedding(ordered, policy, kept - safe - _waiting(ordered, policy.waiting)):
             if left <= policy.bytes:
                 break
             left -= ordered[i].size
@@ -76,10 +76,15 @@ def _never(ordered: Sequence[RetentionCandidate[K]]) -> set[int]:
 
 
 def _newest(ordered: Sequence[RetentionCandidate[K]], policy: RetentionPolicy) -> set[int]:
-    later = [i for i, s in enumerate(ordered) if s.round]
-    final, open_ = [i for i in later if ordered[i].final], [i for i in later if not ordered[i].final]
-    waiting = max(policy.newest, policy.waiting)
-    return {*final[max(0, len(final) - policy.newest) :], *open_[max(0, len(open_) - waiting) :]}
+    final = [i for i, s in enumerate(ordered) if s.round and s.final]
+    waiting = _waiting(ordered, max(policy.newest, policy.waiting))
+    return {*final[max(0, len(final) - policy.newest) :], *waiting}
+
+
+def _waiting(ordered: Sequence[RetentionCandidate[K]], most: int) -> set[int]:
+    """Return the newest that are not final yet, at most this many."""
+    open_ = [i for i, s in enumerate(ordered) if s.round and not s.final]
+    return set(open_[max(0, len(open_) - most) :])
 
 
 def _marks(ordered: Sequence[RetentionCandidate[K]], policy: RetentionPolicy) -> set[int]:

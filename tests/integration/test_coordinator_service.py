@@ -218,6 +218,11 @@ async def test_a_run_by_invite_takes_its_codes_only(tmp_path):
         async with client(c) as ask:
             with pytest.raises(CoordinatorRefused, match="has no code"):
                 await ask.admit(peer(2))
+    async with running(tmp_path, spec, codes=("gamma",)) as (c, _):  # a code was passed on to others
+        async with client(c, code="beta") as ask:
+            assert (await ask.admit(peer(1), "renamed")).admission.body.name == "renamed", "it is in"
+            with pytest.raises(CoordinatorRefused, match="not valid"):
+                await ask.admit(peer(2))
     with pytest.raises(RefusedError, match="at least one code"):
         async with running(tmp_path, spec):
             pass

@@ -43,6 +43,13 @@ def test_a_state_lives_until_it_can_be_final():
     assert left(found, RetentionPolicy(newest=1, waiting=4)) == [0, 5, 15, 20, 25, 30]
 
 
+def test_no_bound_takes_a_state_that_waits_to_become_final():
+    """Else none becomes final any more: the next state is there before the record of one can be final."""
+    found = states(0, 10, 20, 30, final=10)
+    assert left(found, RetentionPolicy(newest=5, waiting=2, bytes=30)) == [0, 10, 20, 30]
+    assert left(found, RetentionPolicy(newest=5, waiting=1, bytes=30)) == [0, 10, 30]
+
+
 def test_the_bound_takes_the_merely_new_first_and_never_the_newest_final():
     found = states(0, 10, 20, 30, 40, 50, final=40, r10=1.0)
     policy = RetentionPolicy(newest=3, best=1, every=20)
