@@ -18,6 +18,7 @@ from typing import IO, Any
 
 from coordinator.authoring.errors import DataInputError
 from protocol import extras
+from protocol.plain_text import one_line
 
 TEXT, JSONL, PARQUET = (".txt", ".text", ".md"), (".jsonl", ".ndjson"), (".parquet",)
 COMPRESSED = {".gz": "gzip", ".xz": "xz", ".bz2": "bz2", ".zst": "zstd"}
@@ -187,7 +188,7 @@ def _server_errors(name: str) -> Iterator[None]:
         yield
     except Exception as e:
         if isinstance(e, TimeoutError) or type(e).__module__.partition(".")[0] in REMOTE:
-            why = " ".join(str(e).split()) or type(e).__name__
+            why = one_line(str(e), 300) or type(e).__name__  # it may quote what a server sent
             raise DataInputError(f"{name}: its server failed: {why}: try again, or leave it out") from None
         raise
 
