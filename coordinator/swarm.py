@@ -79,6 +79,10 @@ class SwarmView(Protocol):
         """Return the certificate of a record that this observer holds, also of a left branch; None for others."""
         ...
 
+    async def encoded_certificate(self, record: Digest) -> bytes | None:
+        """Return the same as bytes, which no event loop waits for: it may read from disk."""
+        ...
+
     async def keep_abandoned(self, number: Round, tip: Digest, rollback: Rollback) -> None:
         """Keep the certificates that a rollback leaves, from its first round up to `tip`, of round `number`.
 

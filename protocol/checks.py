@@ -14,6 +14,9 @@ from protocol.plain_text import is_plain
 
 M = TypeVar("M", bound=Message)
 
+PARSE_ERRORS = (DecodeError, UnicodeDecodeError)
+"""The errors of protobuf's parsers. The one in pure Python raises the second for a string that is not UTF-8."""
+
 
 def bounded(what: str, value: int, top: int = MAX_COUNT) -> int:
     """Return the value, if it is at most `top`."""
@@ -23,17 +26,22 @@ def bounded(what: str, value: int, top: int = MAX_COUNT) -> int:
 
 
 def finite(what: str, value: float) -> float:
-    """Return the value, if it is a finite number."""
+    """Return the value, if it is a finite number: 0 for -0."""
     if not math.isfinite(value):
         raise MalformedError(f"{what} is not a finite number")
-    return value
+    return unsigned_zero(value)
 
 
 def rate(what: str, value: float) -> float:
     """Return the value, if it is a number from 0 to MAX_COUNT."""
     if not 0 <= value <= MAX_COUNT:
         raise MalformedError(f"{what} is not a number from 0 to {MAX_COUNT}")
-    return value
+    return unsigned_zero(value)
+
+
+def unsigned_zero(value: float) -> float:
+    """Return the value; 0 for -0, which some implementations of protobuf write and others leave out as the default."""
+    return value + 0.0
 
 
 def text(what: str, value: str, top: int) -> str:
@@ -65,6 +73,6 @@ def parsed(message: M, payload: bytes) -> M:
     """Fill a protobuf message from its bytes and return it."""
     try:
         message.ParseFromString(payload)
-    except DecodeError:
+    except PARSE_ERRORS:
         raise MalformedError(f"the payload is not a {type(message).__name__}") from None
     return message

@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from google.protobuf.message import DecodeError
-
+from protocol.checks import PARSE_ERRORS
 from protocol.errors import MalformedError
 from protocol.ids import PeerKey, sha256
 from protocol.message_codec import MAX_HEADER_ENVELOPE
@@ -89,7 +88,7 @@ def parse_compact_record(encoded: bytes) -> CompactRecord:
     try:
         envelope = wire.Envelope.FromString(encoded)
         body = wire.RoundRecord.FromString(envelope.payload)
-    except DecodeError:
+    except PARSE_ERRORS:
         raise MalformedError("the bytes of a compact record do not parse") from None
     header_ids = tuple(bytes(n) for n in body.updates)
     if envelope.kind != KIND or len(envelope.signature) != 64:

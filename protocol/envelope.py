@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from google.protobuf.message import DecodeError
-
+from protocol.checks import PARSE_ERRORS
 from protocol.errors import MalformedError, SignatureError
 from protocol.identity import Identity, verify
 from protocol.ids import Digest, PeerKey, sha256
@@ -103,6 +102,6 @@ def _parsed(encoded: bytes, kind: str, limit: int) -> wire.Envelope:
     message = wire.Envelope()
     try:
         message.ParseFromString(encoded)
-    except DecodeError:
+    except PARSE_ERRORS:
         raise MalformedError(f"the bytes of a {kind} message do not parse") from None
     return message

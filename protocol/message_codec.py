@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 from google.protobuf.message import Message
 
 from protocol import vrf
-from protocol.checks import ascending, bounded, check_canonical, finite, parsed, rate, text
+from protocol.checks import ascending, bounded, check_canonical, finite, parsed, rate, text, unsigned_zero
 from protocol.directive_codec import MAX_DIRECTIVE_ENVELOPE, MAX_EPOCH, decode_directive, encode_directive
 from protocol.envelope import MAX_ENVELOPE, claimed_author, claimed_digest, claimed_kind, open_envelope, seal
 from protocol.errors import AdmissionError, MalformedError
@@ -77,7 +77,8 @@ def _encode_admission(b: Admission) -> Message:
 def _encode_header(b: UpdateHeader) -> Message:
     return wire.UpdateHeader(
         run=b.run, round=b.round, parent=b.parent, base_state=b.base_state, first_window=b.first_window,
-        end_window=b.end_window, inner_steps=b.inner_steps, blob=b.blob, blob_size=b.blob_size, loss=b.loss,
+        end_window=b.end_window, inner_steps=b.inner_steps, blob=b.blob, blob_size=b.blob_size,
+        loss=unsigned_zero(b.loss),
         admission=b.admission, epoch=b.epoch, rebase_window=b.rebase_window,
     )  # fmt: skip
 
@@ -108,7 +109,10 @@ def _encode_attestation(b: ShardAttestation) -> Message:
 def _encode_report(b: WorkReport) -> Message:
     return wire.WorkReport(
         run=b.run, round=b.round, record=b.record, update=b.update, check=b.check,
-        scores=[wire.Score(name=s.name, value=s.value, threshold=s.threshold) for s in b.scores],
+        scores=[
+            wire.Score(name=s.name, value=unsigned_zero(s.value), threshold=unsigned_zero(s.threshold))
+            for s in b.scores
+        ],
     )  # fmt: skip
 
 
@@ -243,7 +247,7 @@ def _decode_report(payload: bytes, _: MessageDecoder) -> WorkReport:
 def _score(name: str, value: float) -> float:
     if not name or not -MAX_SCORE <= value <= MAX_SCORE:
         raise MalformedError(f"a score has a name, and is a number from -{MAX_SCORE:.0f} to {MAX_SCORE:.0f}")
-    return value
+    return unsigned_zero(value)
 
 
 def _decode_finalization(payload: bytes, _: MessageDecoder) -> Finalization:

@@ -12,7 +12,7 @@ from protocol.chain import genesis_digest
 from protocol.errors import CairnError
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round, sha256
-from protocol.message_codec import KeySigner
+from protocol.message_codec import KeySigner, encode_certificate
 from protocol.messages import (
     Admission,
     Certificate,
@@ -82,6 +82,10 @@ class SimulatedSwarm:
     def certificate(self, record: Digest) -> Certificate | None:
         at = self._at.get(record, 0)
         return self.certificates[at - 1] if at else None
+
+    async def encoded_certificate(self, record: Digest) -> bytes | None:
+        found = self.certificate(record)
+        return None if found is None else encode_certificate(found)
 
     def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
         self._callbacks.append(callback)

@@ -62,10 +62,11 @@ def to_delete(states: Iterable[RetentionCandidate[K]], policy: RetentionPolicy) 
 def evictable(states: Iterable[RetentionCandidate[K]], policy: RetentionPolicy) -> list[RetentionCandidate[K]]:
     """Return the states that a full disk may cost, in order: the oldest that are only kept for being new.
 
-    States that are kept for ever, or for their loss, stay: the owner asked for them.
+    States that are kept for ever, or for their loss, stay: the owner asked for them. So do those that wait to become
+    final, as in `to_delete`.
     """
     ordered = sorted(states, key=lambda s: s.round)
-    asked = _never(ordered) | _marks(ordered, policy) | _best(ordered, policy)
+    asked = _never(ordered) | _marks(ordered, policy) | _best(ordered, policy) | _waiting(ordered, policy.waiting)
     return [s for i, s in enumerate(ordered) if i not in asked]
 
 

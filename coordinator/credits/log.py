@@ -113,8 +113,7 @@ class CreditLog:
 
     async def certificate(self, record: Digest) -> bytes | None:
         """Return the certificate of one record, also of a branch that was left; None if it is not held."""
-        found = self.view.certificate(record)
-        return None if found is None else encode_certificate(found)
+        return await self.view.encoded_certificate(record)
 
     async def certificates(self, after: Digest, limit: int) -> tuple[list[bytes], bool]:
         """Return the chain after a record, and whether there is more."""

@@ -18,7 +18,7 @@ from protocol.errors import CairnError
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round, sha256
 from protocol.ledger.credits import CreditRule, RoundCredits, credits_of
-from protocol.message_codec import KeySigner, report_place
+from protocol.message_codec import KeySigner, encode_certificate, report_place
 from protocol.messages import (
     Admission,
     AuditCheck,
@@ -226,6 +226,10 @@ class FakeSwarm:
 
     def certificate(self, record: Digest) -> Certificate | None:
         return next((c for c in [*self.chain.certificates, *self.left] if c.digest == record), None)
+
+    async def encoded_certificate(self, record: Digest) -> bytes | None:
+        found = self.certificate(record)
+        return None if found is None else encode_certificate(found)
 
     async def keep_abandoned(self, number: Round, tip: Digest, rollback: Rollback) -> None:
         self.left += [c for c in self.on_disk if rollback.round <= c.record.body.round <= number]

@@ -204,7 +204,7 @@ SECOND = certified(1, FIRST.digest, [digest("shard 0"), digest("shard 1")])
 WEIGHED = KeySigner(PEERS[1]).sign(dataclasses.replace(FIRST.record.body, weights=(10, 4, 300)))
 """Two of its updates weigh otherwise than they claim; the last has a backlog."""
 
-SCORES = (Score("mean", 0.97, 0.6), Score("worst quarter", -0.0, 0.0))
+SCORES = (Score("mean", 0.97, 0.6), Score("worst quarter", -0.5, 0.0))
 REPORTS = tuple(
     KeySigner(p).sign(WorkReport(RUN, Round(0), FIRST.digest, FIRST.record.body.updates[0].digest, "replay", SCORES))
     for p in PEERS[1:3]
@@ -237,7 +237,7 @@ def _signed() -> list[Signed[Any]]:
     return [
         admission(PEERS[1]),
         header(PEERS[1], digest("parent"), 3),
-        header(PEERS[1], digest("parent"), 3, loss=-0.0, epoch=2),
+        header(PEERS[1], digest("parent"), 3, loss=0.0, epoch=2),
         FIRST.record,
         WEIGHED,
         JUDGED,
@@ -340,6 +340,7 @@ def _refused() -> list[dict[str, str]]:
     cases = {
         "a bit of the signature is another": forged.SerializeToString(deterministic=True),
         "the scalar of the signature is not below the group's order": malleable.SerializeToString(deterministic=True),
+        "the kind is not UTF-8": good.encoded.replace(b"update-header", b"update-heade\xff", 1),
         "a byte follows the envelope's fields": good.encoded + b"\x2a\x00",
         "signed for another kind": seal(PEERS[1], "vote", whole.payload).encoded,
         "the payload has an unknown field": seal(PEERS[1], "update-header", whole.payload + b"\xf8\x07\x01").encoded,
@@ -353,6 +354,7 @@ def _refused() -> list[dict[str, str]]:
         "a rebase window beyond 2^53": setting(rebase_window=2**53 + 1),
         "a round beyond 2^40": setting(round=2**40 + 1),
         "a loss that is not a number": setting(loss=float("nan")),
+        "a loss of -0": setting(loss=-0.0),
         "a digest of 31 bytes": setting(blob=bytes(31)),
         "the admission of another peer": setting(admission=admission(PEERS[0]).encoded),
         "another run": setting(run=digest("another run")),

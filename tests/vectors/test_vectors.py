@@ -5,7 +5,10 @@ from __future__ import annotations
 import base64
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -160,6 +163,13 @@ def test_no_kind_is_without_a_vector():
 def test_messages_that_are_refused(case: dict[str, Any]):
     with pytest.raises(ProtocolError):
         decoder(read("messages")).decode_kind(bytes.fromhex(case["envelope"]), case["kind"])
+
+
+def test_protobuf_in_pure_python_accepts_and_refuses_the_same():
+    environment = {**os.environ, "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION": "python"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "test_messages"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout
 
 
 # -- every message of the schemas ------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from typing import Any, cast
 
 import async_timeout
 import msgpack
-from google.protobuf.message import DecodeError
 from hivemind.dht.crypto import DHTRecord
 from hivemind.dht.node import DHTNode
 from hivemind.dht.protocol import DHTProtocol
@@ -37,6 +36,7 @@ from peer.swarm.errors import short_report
 from peer.swarm.libp2p.daemon import Daemon, sender_key
 from peer.swarm.libp2p.search import Search
 from protocol.bounded import BoundedDict
+from protocol.checks import PARSE_ERRORS
 from protocol.envelope import open_envelope
 from protocol.errors import MalformedError, ProtocolError
 from protocol.ids import PeerKey, RunId, sha256
@@ -113,7 +113,7 @@ class HeartbeatValidator(RecordValidatorBase):
         try:
             self._check(record)
             return True
-        except (ProtocolError, DecodeError, ValueError, TypeError) as e:
+        except (ProtocolError, *PARSE_ERRORS, ValueError, TypeError) as e:
             log.debug("a DHT record is refused: %s", e)
             return False
 
@@ -135,7 +135,7 @@ class HeartbeatValidator(RecordValidatorBase):
         return sha256(value) in self._verified
 
     def author(self, value: bytes) -> tuple[PeerKey, int]:
-        """Return the author of the heartbeat in a value, and its sequence. Raises ProtocolError, DecodeError."""
+        """Return the author of the heartbeat in a value, and its sequence. Raises ProtocolError, or PARSE_ERRORS."""
         if len(value) > MAX_RECORD:
             raise MalformedError(f"its value has {len(value)} bytes: at most {MAX_RECORD} are accepted")
         name = sha256(value)
@@ -373,7 +373,7 @@ class DhtPresence:
                 await asyncio.sleep(0)  # verifying takes a while: other tasks have a turn
             try:
                 author, sequence = self._validator.author(value)
-            except (ProtocolError, DecodeError) as e:
+            except (ProtocolError, *PARSE_ERRORS) as e:
                 log.info("a record that a DHT node gave is refused: %s", e)
                 continue
             other = newest.get(author)

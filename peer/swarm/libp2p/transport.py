@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import async_timeout
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 from hivemind.p2p import P2PContext
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
@@ -20,6 +20,7 @@ from peer.swarm.libp2p.daemon import START_SECONDS, Daemon, p2pd_pb2, sender_key
 from peer.swarm.libp2p.dht import DhtPresence
 from peer.swarm.rate_limiter import RateLimiter
 from peer.swarm.transport import CallHandler, StreamHandler
+from protocol.checks import PARSE_ERRORS
 from protocol.errors import CairnError
 from protocol.identity import Identity
 from protocol.ids import PeerKey, RunId
@@ -75,7 +76,7 @@ class Libp2pTransport:
         except P2PHandlerError as e:
             kind = PeerBusy if f"{TooBusy.__name__}(" in str(e) else PeerRefused
             raise kind(f"peer {peer.short} refused: {short_report(str(e))}") from None
-        except DecodeError:
+        except PARSE_ERRORS:
             raise PeerRefused(f"peer {peer.short} answered with something other than a {answer.__name__}") from None
         except (P2PDaemonError, OSError) as e:
             raise PeerUnreachable(f"peer {peer.short}: {short_report(str(e) or type(e).__name__)}") from None

@@ -80,6 +80,7 @@ async def test_a_damaged_one_is_none_and_is_written_again(observer: RolledBack, 
     o.store.write_value(second, encode_certificate(o.left[0]))
     assert o.found() == [None, None, o.left[2]]
     assert caplog.text.count("the kept certificate of record") == 2
+    assert [await o.view.encoded_certificate(c.digest) for c in o.left] == [None, None, encode_certificate(o.left[2])]
     await o.keep()
     assert o.found() == o.left
 
@@ -96,6 +97,8 @@ async def test_a_certificate_older_than_the_tree_is_read_from_the_store(tmp_path
         root = [c.digest for c in made].index(o.chain.root)
         assert root >= 2, "rounds 0 and 1 are below the root, which has no certificate in memory"
         assert [o.view.certificate(c.digest) for c in made[: root + 2]] == made[: root + 2]
+        for c in made[: root + 2]:
+            assert await o.view.encoded_certificate(c.digest) == encode_certificate(c)
         assert o.view.certificate(genesis_digest(SPEC.run_id)) is None
         store.drop_certificates(lambda round, _: round == 1)
         assert o.view.certificate(made[1].digest) is None

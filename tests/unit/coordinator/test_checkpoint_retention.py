@@ -48,6 +48,8 @@ def test_no_bound_takes_a_state_that_waits_to_become_final():
     found = states(0, 10, 20, 30, final=10)
     assert left(found, RetentionPolicy(newest=5, waiting=2, bytes=30)) == [0, 10, 20, 30]
     assert left(found, RetentionPolicy(newest=5, waiting=1, bytes=30)) == [0, 10, 30]
+    assert [k.key for k in evictable(found, RetentionPolicy(newest=5, waiting=2))] == []
+    assert [k.key for k in evictable(found, RetentionPolicy(newest=5, waiting=1))] == [20]
 
 
 def test_the_bound_takes_the_merely_new_first_and_never_the_newest_final():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from protocol.chain import genesis_digest
 from protocol.envelope import MAX_ENVELOPE
 from protocol.errors import MalformedError, SignatureError
 from protocol.ids import MAX_COUNT, MAX_ROUND, Round
@@ -18,6 +20,7 @@ from protocol.message_codec import (
     MAX_HEADER_ENVELOPE,
     MAX_VOTE_ENVELOPE,
     KeySigner,
+    MessageDecoder,
     check_certificate,
     encode_certificate,
 )
@@ -38,6 +41,7 @@ from protocol.messages import (
     quorum,
     shards_digest,
 )
+from protocol.record_node import RecordNode
 from protocol.wire import swarm_pb2 as wire
 from tests.support.signed import (
     CERTIFICATE,
@@ -306,3 +310,17 @@ def test_the_largest_honest_messages_are_within_their_limits():
         admission=large.encoded,
     )
     assert decoder().decode(beat.encoded, Heartbeat) == beat
+
+
+def test_a_record_in_the_chain_counts_as_the_memory_that_its_certificate_holds():
+    encoded = encode_certificate(CERTIFICATE)
+    reader = MessageDecoder(RUN, OWNER.key)
+    tracemalloc.start()
+    try:
+        certificate = reader.decode_certificate(bytes(bytearray(encoded)))
+        del reader
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    node = RecordNode(certificate.digest, RecordNode(genesis_digest(RUN)), certificate, 10**6, 12, 64)
+    assert len(encoded) < held <= node.memory
