@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 
 from coordinator.admission_table import NEW_KEYS, AdmissionTable
-from coordinator.errors import RefusedError, UnknownRunError
+from coordinator.errors import RefusedError, TooManyError, UnknownRunError
 from coordinator.ledger import AdmissionRow, Ledger
 from coordinator.ledger_thread import LedgerThread
 from coordinator.limits import WIDER
 from coordinator.tasks import finish
 from protocol.checks import bounded
 from protocol.envelope import open_envelope
-from protocol.errors import CairnError, MalformedError
+from protocol.errors import MalformedError
 from protocol.identity import Identity
 from protocol.ids import PeerKey, RunId
 from protocol.invite import MAX_CODE, check_code
@@ -148,16 +148,27 @@ class Admitter:
         self._now = now
         self._refusal = refusal
         self._table = AdmissionTable(has_credits, has_recent_work)
+        self._storing: set[PeerKey] = set()
+        """Peers whose admission is being written."""
+
+        self._gone: list[PeerKey] = []
+        """Peers that are forgotten here, and not yet in the ledger."""
 
     async def load(self) -> None:
         """Read the stored admissions. Raises LedgerError."""
         self._table.load(await self._ledger.run(lambda ledger: ledger.admissions()), self._now())
 
     async def tend(self, seen: Iterable[PeerKey]) -> None:
-        """Note the peers that are in the swarm, and forget those that were not for too long. Raises LedgerError."""
+        """Note the peers that are in the swarm, and forget those that were not for too long.
+
+        Raises LedgerError and TooManyError; the next call then takes up what is left.
+        """
         self._table.note_seen(seen, self._now())
-        if gone := self._table.forget_absent(self._now()):
+        gone = self._gone + self._table.forget_absent(self._now())
+        self._gone = [peer for peer in gone if peer not in self._table]
+        if gone := self._gone:
             await self._ledger.run(lambda ledger: ledger.forget_admissions(gone))
+            self._gone = []
 
     def name_of(self, peer: PeerKey) -> str:
         """Return the peer's name for people: see `ChosenNames.shown`."""
@@ -189,6 +200,8 @@ class Admitter:
         if known is None:  # a new code shuts out those who are not in yet: a ban is for the others
             check_policy(request, self._policy, self._codes)
         await self._check_work(request)
+        if request.peer in self._storing:  # to take both back would leave the first, which is not stored
+            raise TooManyError("an admission of this key is being stored: try again in 5 s")
         known = self._table.get(request.peer)
         if known and known.name == request.name and known.not_after - now >= _FRESH * self._policy.seconds:
             return self._decoder.decode(known.encoded, Admission)
@@ -199,6 +212,7 @@ class Admitter:
         admitted = AdmissionRow(request.peer, request.name, first_at, start, body.not_after, signed.encoded)
         # Before the write, so that two concurrent requests do not pass the limits together.
         displaced = self._table.add(admitted, caller, now)
+        self._storing.add(request.peer)
 
         def write(ledger: Ledger) -> None:
             ledger.forget_admissions([row.peer for row in displaced])
@@ -207,9 +221,11 @@ class Admitter:
         async def store() -> None:
             try:
                 await self._ledger.run(write)
-            except CairnError:
+            except BaseException:
                 self._table.take_back(admitted, known, displaced, caller, now)
                 raise
+            finally:
+                self._storing.discard(request.peer)
 
         await finish(store())  # the table follows the ledger, though the caller goes away
         return signed

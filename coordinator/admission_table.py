@@ -101,12 +101,12 @@ class AdmissionTable:
         caller: str,
         now: float,
     ) -> None:
-        """Undo `add`, of an admission that could not be stored; `before` is what `get` returned before it.
+        """Undo the last `add` of a peer, which could not be stored; `before` is what `get` returned before it.
 
         Displaced peers have an hour from now to be seen, as in `load`.
         """
         if self._rows.get(row.peer) is not row:
-            return  # renewed meanwhile
+            return  # displaced meanwhile
         if before is not None:
             self._put(before)
             return

@@ -333,7 +333,17 @@ class Coordinator:
             await asyncio.sleep(max(0.3 if len(self.feed) <= 20 else 3, 20 * took))
 
     async def _tend_admissions(self) -> None:
+        failing = False
         while True:
             await asyncio.sleep(TEND_SECONDS)
-            await self.admitter.tend(self._view.heartbeats())
-            await self.credits.leaderboard.forget_absent()
+            try:
+                await self.admitter.tend(self._view.heartbeats())
+                await self.credits.leaderboard.forget_absent()
+            except CoordinatorError as e:  # a database may be away for days: it is logged once
+                if not failing:
+                    log.warning("peers that are gone are not forgotten: %s. It is tried again", e)
+                failing = True
+                continue
+            if failing:
+                log.info("peers that are gone are forgotten again")
+            failing = False

@@ -78,13 +78,13 @@ def describe_scores(reports: Iterable[WorkReport]) -> str:
 
 def _ranges(scores: Iterable[Score]) -> tuple[ScoreRange, ...]:
     """Return the range of each score, by ascending name."""
-    found: dict[str, ScoreRange] = {}
-    for s in scores:
-        old = found.get(s.name, ScoreRange(s.name, s.value, s.value, s.threshold))
-        found[s.name] = ScoreRange(
-            s.name, min(old.least, s.value), max(old.greatest, s.value), max(old.threshold, s.threshold)
-        )
-    return tuple(found[name] for name in sorted(found))
+    found: dict[str, list[Score]] = {}
+    for score in scores:
+        found.setdefault(score.name, []).append(score)
+    return tuple(
+        ScoreRange(name, min(s.value for s in some), max(s.value for s in some), max(s.threshold for s in some))
+        for name, some in sorted(found.items())
+    )
 
 
 def _described(

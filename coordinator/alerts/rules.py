@@ -29,7 +29,7 @@ MAX_CONVICTIONS = 64
 MIN_ROUNDS = 8
 DISK_SHARE, DISK_BYTES = 0.05, 20 * 10**9
 
-_OVER = ("finished", "ended", "paused")
+OVER = ("finished", "ended", "paused")
 
 Memory = dict[str, Any]
 
@@ -71,7 +71,8 @@ class AlertRule:
     """A rule with its delays.
 
     `judge` gives the message, which must hold for `after` seconds to fire, and be gone for `clear` seconds to resolve.
-    `each`: another message while the alert is active is news, and fires again.
+    `each`: another message while the alert is active is news, and fires again. `rests`: nothing is wrong while the run
+    is over or paused, and an active alert is resolved at once.
     """
 
     name: str
@@ -79,6 +80,7 @@ class AlertRule:
     after: float = 0.0
     clear: float = 0.0
     each: bool = False
+    rests: bool = False
 
 
 def loss(memory: Memory, s: AlertInput) -> str | None:
@@ -106,9 +108,6 @@ def loss(memory: Memory, s: AlertInput) -> str | None:
 
 def stalled(memory: Memory, s: AlertInput) -> str | None:
     """Judge whether peers train, and the round has not ended for longer than one may take."""
-    if s.health in _OVER:
-        memory.clear()
-        return ""
     if memory.get("round") != s.round:
         memory.update(round=s.round, since=s.time)
     if s.up < STARTUP_SECONDS or not s.caught_up:
@@ -139,9 +138,6 @@ def peers(memory: Memory, s: AlertInput) -> str | None:
     Those that their users have paused are there. The alert is resolved when they return, or after an hour.
     """
     there, resting = s.training + s.resting, f" and {s.resting} rest" if s.resting else ""
-    if s.health in _OVER:
-        memory.clear()
-        return ""
     if s.up < STARTUP_SECONDS:
         memory.pop("seen", None)
         return None
@@ -223,9 +219,9 @@ def audits(memory: Memory, s: AlertInput) -> str | None:
 RULES = (
     AlertRule("loss", loss),
     AlertRule("validation", validation),
-    AlertRule("stalled", stalled),
+    AlertRule("stalled", stalled, rests=True),
     AlertRule("digests", digests, after=10, clear=60),
-    AlertRule("peers", peers),
+    AlertRule("peers", peers, rests=True),
     AlertRule("audits", audits, each=True),
     AlertRule("disk", disk),
     AlertRule("archive", archive, after=600, clear=60),

@@ -1,16 +1,29 @@
-"""Tracks active alerts, and the events that each webhook has still to receive. Pure; stored as one JSON."""
+"""Tracks active alerts, and the events that each webhook has still to receive. Stored as one JSON.
+
+Strangers can make the cause of an alert come and go. So an alert that fires again within a day of its end is sent at
+once, but resolved later: each time its cause must be gone for longer.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from coordinator.alerts.rules import RULES, AlertInput, AlertRule, Memory
+from coordinator.alerts.rules import OVER, RULES, AlertInput, AlertRule, Memory
+
+log = logging.getLogger(__name__)
 
 FORM = 1
 REPEAT_SECONDS = 6 * 3600.0
+AGAIN_SECONDS = 86_400.0
+"""Seconds after its end within which an alert counts as firing again."""
+
+CLEAR_SECONDS = (0.0, 3600.0, 4 * 3600.0, 16 * 3600.0, AGAIN_SECONDS)
+"""Seconds that a cause must be gone, by how often the alert fired again; the last one repeats."""
+
 MAX_WAITING = 64
 """Maximum number of undelivered events for a webhook; the oldest is dropped first."""
 
@@ -43,13 +56,16 @@ class AlertEvent:
 class _State:
     """The state of one rule; times in unix seconds.
 
-    `wrong_since` and `right_since` begin the unbroken judgement, `sent_at` is the time of the last event.
+    `wrong_since` and `right_since` begin the unbroken judgement, `sent_at` is the time of the last event. `ended_at` is
+    when the alert was resolved last, `again` how often it fired within AGAIN_SECONDS of that.
     """
 
     wrong_since: float | None = None
     right_since: float | None = None
     since: float | None = None
     sent_at: float = 0.0
+    ended_at: float = 0.0
+    again: int = 0
     message: str = ""
     memory: Memory = field(default_factory=dict)
 
@@ -68,6 +84,7 @@ class AlertTracker:
         self._states = {r.name: _State() for r in RULES}
         self._waiting: dict[str, list[AlertEvent]] = {hook: [] for hook in hooks}
         self._on_dropped = on_dropped
+        self._faulty: set[str] = set()
         if saved and saved.get("form") == FORM:
             for name, state in saved["rules"].items():
                 if name in self._states:
@@ -94,8 +111,21 @@ class AlertTracker:
         return tuple(sorted(alerts, key=lambda a: a.since))
 
     def update(self, seen: AlertInput) -> list[AlertEvent]:
-        """Apply all rules to an input, and return the new events; each waits for every webhook from now on."""
-        events = [e for rule in RULES for e in self._judge(rule, self._states[rule.name], seen)]
+        """Apply all rules to an input, and return the new events; each waits for every webhook from now on.
+
+        A fault of a rule is logged once, and the others are applied.
+        """
+        events: list[AlertEvent] = []
+        for rule in RULES:
+            try:
+                events += self._judge(rule, self._states[rule.name], seen)
+                self._faulty.discard(rule.name)
+            except Exception:  # a fault in a rule must not silence the others
+                if rule.name not in self._faulty:
+                    log.exception(
+                        "the rule of the alert %s has a fault: until it is gone only the others count", rule.name
+                    )
+                self._faulty.add(rule.name)
         for waiting in self._waiting.values():
             waiting += events
             fresh = [e for e in waiting if seen.time - e.time <= KEEP_SECONDS][-MAX_WAITING:]
@@ -105,7 +135,10 @@ class AlertTracker:
         return events
 
     def _judge(self, rule: AlertRule, s: _State, seen: AlertInput) -> Iterator[AlertEvent]:
-        now, message = seen.time, rule.judge(s.memory, seen)
+        now, rests = seen.time, rule.rests and seen.health in OVER
+        if rests:
+            s.memory.clear()
+        message = "" if rests else rule.judge(s.memory, seen)
         if message is None:
             return
         s.wrong_since = (now if s.wrong_since is None else s.wrong_since) if message else None
@@ -116,10 +149,12 @@ class AlertTracker:
                 f"{rule.name}-{s.since:.0f}-{kind}-{now:.0f}", rule.name, kind, s.message, s.since or now, now
             )
 
+        clear = 0.0 if rests else max(rule.clear, CLEAR_SECONDS[min(s.again, len(CLEAR_SECONDS) - 1)])
         if message:
             is_news = rule.each and message != s.message
             s.message = message
             if s.since is None and now - (s.wrong_since or now) >= rule.after:
+                s.again = s.again + 1 if 0 <= now - s.ended_at < AGAIN_SECONDS else 0
                 s.since, s.sent_at = s.wrong_since, now
                 yield event("fired")
             elif s.since is not None and is_news:
@@ -128,9 +163,9 @@ class AlertTracker:
             elif s.since is not None and not 0 <= now - s.sent_at < self._repeat:
                 s.sent_at = now
                 yield event("ongoing")
-        elif s.since is not None and now - (s.right_since or now) >= rule.clear:
+        elif s.since is not None and now - (s.right_since or now) >= clear:
             yield event("resolved")
-            s.since, s.sent_at, s.message = None, 0.0, ""
+            s.since, s.sent_at, s.ended_at, s.message = None, 0.0, now, ""
 
     def next_for(self, hook: str) -> AlertEvent | None:
         """Return the oldest event that this webhook has not received."""

@@ -100,7 +100,7 @@ class AlertWatcher:
         while True:
             try:
                 await self.check()
-            except Exception:  # a fault in a rule must not silence the others for ever
+            except Exception:  # a fault here must not silence the alerts until the next start
                 log.exception("looking for alerts failed")
             await asyncio.sleep(CHECK_SECONDS)
 

@@ -58,6 +58,9 @@ DRAFT = ".round-"
 LEFT = ".left.json"
 """The states whose copies are to be deleted: a restart must not forget them."""
 
+MAX_LEFT = 4096
+"""States in LEFT, the newest ones: without an address for copies none is ever taken from it."""
+
 DEFAULT = RetentionPolicy()
 
 
@@ -234,7 +237,7 @@ class Archive:
     def _mark_left(self, archived: Sequence[ArchivedState]) -> None:
         if archived:
             states = [a.state for a in archived]
-            self._keep_left(self.left() | set(states))
+            self._keep_left([*self._left, *(s for s in states if s not in self._left)])
             self._on_left(states)
 
     def left(self) -> set[Digest]:
@@ -245,16 +248,18 @@ class Archive:
     def forget_left(self, states: Iterable[Digest]) -> None:
         """Drop states from `left`: their copies are deleted."""
         with self._writing:
-            self._keep_left(self.left() - set(states))
+            gone = set(states)
+            self._keep_left([s for s in self._left if s not in gone])
 
-    def _keep_left(self, states: set[Digest]) -> None:
-        if states == self.left():
+    def _keep_left(self, states: list[Digest]) -> None:
+        states = states[-MAX_LEFT:]
+        if states == self._left:
             return
         with self._lock:
             self._left = states
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            durable.replace(self.folder / LEFT, _json(sorted(map(str, states))))
+            durable.replace(self.folder / LEFT, _json(list(map(str, states))))
         except OSError as e:  # it must not keep a rollback from being followed
             why = os_reason(e)
             log.warning("%s cannot be written: %s; copies of these states may stay", self.folder / LEFT, why)
@@ -268,13 +273,13 @@ class Archive:
     def free_space(self, size: int) -> None:
         """Make room for `size` bytes more, by deleting states that are kept only for being new.
 
-        Raises CoordinatorError if that is not enough.
+        Raises CoordinatorError if that would not be enough; then none is deleted.
         """
         with self._writing:
             self.folder.mkdir(parents=True, exist_ok=True)
             going = evictable(self._kept(), self.policy)
             while (free := shutil.disk_usage(self.folder).free) < size + self._reserve:
-                if not going:
+                if free + sum(s.size for s in going) < size + self._reserve:
                     raise CoordinatorError(
                         f"the disk of {self.folder} is full: {free / 1e9:.2f} GB are free, the next checkpoint takes "
                         f"{size / 1e9:.2f} GB, and {self._reserve / 1e9:.2f} GB stay free: free some disk space, or "
@@ -356,15 +361,15 @@ def _json(value: object) -> bytes:
     return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
 
 
-def _read_left(path: Path) -> set[Digest]:
-    """Return the states in a file of `LEFT`; none if there is no such file, or it is damaged."""
+def _read_left(path: Path) -> list[Digest]:
+    """Return the states in a file of `LEFT`, oldest first; none if there is no such file, or it is damaged."""
     try:
-        return {Digest.parse(text) for text in json.loads(path.read_bytes())}
+        return [Digest.parse(text) for text in json.loads(path.read_bytes())]
     except FileNotFoundError:
-        return set()
+        return []
     except (OSError, ValueError, TypeError, MalformedError) as e:
         log.warning("%s cannot be read (%s): copies of states that a rollback has left may stay", path, e)
-        return set()
+        return []
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -253,7 +253,7 @@ class CheckpointArchiver:
     def _evaluation_job(self, archived: ArchivedState) -> Row:
         e, s = self._settings.evaluation, self._settings.samples
         rows = self.evaluations.rows()
-        before = rows[-1]["windows"] if rows else None
+        before = max((row["windows"] for row in rows[-4:]), default=None)  # a busy machine may have cut the last short
         size = 4 * model_parameters(self._spec)
         return {
             "spec": self._spec.canonical().decode(), "folder": str(archived.folder), "shards": self._shards,
@@ -296,11 +296,12 @@ class CheckpointArchiver:
                 await asyncio.sleep(wait)
 
     def _copy_job(self, held: Sequence[ArchivedState], left: set[Digest]) -> Row:
-        a, p = self._settings.archive, self._settings.archive.policy_of_copies
+        archive, p = self._settings.archive, self._settings.archive.policy_of_copies
         return {
-            "address": a.address, "run": str(self._spec.run_id), "folders": [str(h.folder) for h in held],
+            "address": archive.address, "run": str(self._spec.run_id), "folders": [str(h.folder) for h in held],
+            "waiting": [str(a.state) for a in self.to_copy() if a not in held],
             "policy": [p.newest, p.every, p.best, p.bytes, p.waiting], "left": sorted(str(s) for s in left),
-            "mbits": a.mbits, "losses": {str(k): v for k, v in self.evaluations.losses().items()},
+            "mbits": archive.mbits, "losses": {str(k): v for k, v in self.evaluations.losses().items()},
         }  # fmt: skip
 
     def _note_copy(self, row: Row) -> None:

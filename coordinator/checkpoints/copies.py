@@ -3,35 +3,48 @@
 ADDRESS/round-000030-1a2b3c4d/...   the first digits of the state: an existing copy is never overwritten
 
 The manifest (cairn.json) is written last, with the name, bytes and digest of each file, when all others were read back
-and compared. A folder without one is no checkpoint, and the next attempt continues with it.
+and compared. A folder without one is no checkpoint, and the next attempt continues with it. If there will be none, the
+next job deletes it. That it is of this run is known by its spec.signed, which is written first and deleted last.
 
-Job: address, run, folders, policy ([newest, every, best, bytes, waiting]), losses (by state), left (states that the
-chain has left), mbits. Rows: {"present": [states]}, {"copied": state, "bytes"}, {"skipped": state} (the policy would
-not keep it), {"removed": state}; in between empty ones, as signs of life.
+Job: address, run, folders, waiting (states that later jobs copy), policy ([newest, every, best, bytes, waiting]),
+losses (by state), left (states that the chain has left), mbits. Rows: {"present": [states]}, {"copied": state,
+"bytes"}, {"skipped": state} (the policy would not keep it), {"removed": state}; in between empty ones, as signs of
+life.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coordinator.checkpoints.archive import FILES, MANIFEST, MAX_MANIFEST, ArchivedState, parse_manifest, read_manifest
+from coordinator.checkpoints.archive import (
+    FILES,
+    MANIFEST,
+    MAX_MANIFEST,
+    SPEC,
+    ArchivedState,
+    parse_manifest,
+    read_manifest,
+)
 from coordinator.checkpoints.job import Row, serve_job
 from coordinator.checkpoints.retention import RetentionCandidate, RetentionPolicy, to_delete
 from coordinator.errors import CoordinatorError
-from protocol.errors import MalformedError, os_reason
+from protocol.envelope import open_envelope
+from protocol.errors import MalformedError, ProtocolError, os_reason
 from protocol.ids import Digest, RunId
-from protocol.merkle import CHUNK, MAX_BLOB, leaves_of, read_chunks, tree_hash
+from protocol.merkle import CHUNK, MAX_BLOB, blob_digest, leaves_of, read_chunks, tree_hash
+from protocol.spec import KIND, MAX_SPEC
 from protocol.strict_json import integer_field, read_json
 
 if TYPE_CHECKING:
     from coordinator.checkpoints.verification import ReadFile  # it imports torch, which copying does not need
 
+MAX_SPEC_FILE = MAX_SPEC + 1024
 PART = 8 * 1024 * 1024
 PARTS = 9000
 """Stores that accept a file in parts accept at most 10,000, of at least 5 MiB each."""
@@ -57,6 +70,7 @@ def _work(job: Row, say: Callable[[Row], None]) -> None:
         RetentionPolicy(*job["policy"]),
         job["losses"],
         {Digest.parse(s) for s in job["left"]},
+        {Digest.parse(s) for s in job["waiting"]},
     )
 
 
@@ -71,9 +85,15 @@ class CopyStore:
         self._fs, self._root = file_system(self.address)
         self._reported = 0.0
 
-    def keep(self, folders: list[Path], policy: RetentionPolicy, losses: dict[str, float], left: set[Digest]) -> None:
-        """Copy missing states, oldest first; delete those that the policy does not keep, or that the chain has left."""
-        there = self.list()
+    def keep(
+        self, folders: list[Path], policy: RetentionPolicy, losses: dict[str, float], left: set[Digest],
+        waiting: Iterable[Digest] = (),
+    ) -> None:  # fmt: skip
+        """Copy missing states, oldest first; delete those that the policy does not keep, or that the chain has left.
+
+        Remains of an interrupted copy or deletion are deleted, unless their state is `waiting` for a later call.
+        """
+        there, halves = self._look()
         self._say({"present": [str(t.archived.state) for t in there]})
         for t in [t for t in there if t.archived.state in left]:
             there.remove(t)
@@ -84,29 +104,40 @@ class CopyStore:
                 self._say({"skipped": str(a.state)})  # it would be deleted as soon as it was copied
             else:
                 there.append(self.copy(a))
+        wanted = {state.short for state in (*waiting, *(t.archived.state for t in there))}
+        for path in [path for path in halves if path.rsplit("-", 1)[-1] not in wanted]:
+            self._delete(path)
         gone = _to_delete(there, policy, losses)
         for t in [t for t in there if t.archived.state in gone]:
             self.remove(t)
 
     def list(self) -> list[StoredCopy]:
         """Return the whole copies of this run at the address, oldest first."""
-        found = []
+        return self._look()[0]
+
+    def _look(self) -> tuple[list[StoredCopy], list[str]]:
+        """Return the whole copies of this run, oldest first, and the folders of half ones."""
+        found, halves = [], []
         with self._explained("listing"):
             self._fs.invalidate_cache()
             try:
-                names = [str(n) for n in self._fs.ls(self._root, detail=False)]
+                paths = [str(n).rstrip("/") for n in self._fs.ls(self._root, detail=False)]
             except FileNotFoundError:
-                return []
-        for name in names:
-            path = name.rstrip("/")
-            if path.rsplit("/", 1)[-1].startswith("round-") and (t := self._whole_copy(path)) is not None:
+                return [], []
+        for path in paths:
+            if not path.rsplit("/", 1)[-1].startswith("round-"):
+                continue
+            if (data := self._small_file(f"{path}/{MANIFEST}", MAX_MANIFEST)) is None:
+                if self._has_our_spec(path):
+                    halves.append(path)
+            elif (t := self._whole_copy(path, data)) is not None:
                 found.append(t)
-        return sorted(found, key=lambda t: t.archived.round)
+        return sorted(found, key=lambda t: t.archived.round), halves
 
     def copy(self, archived: ArchivedState) -> StoredCopy:
         """Copy one state; files that an earlier attempt sent completely are not sent again."""
         path = f"{self._root}/round-{archived.round:06d}-{archived.state.short}"
-        files = [(name, size) for name, size in archived.files() if name != MANIFEST]
+        files = sorted((f for f in archived.files() if f[0] != MANIFEST), key=lambda f: f[0] != SPEC)
         with self._explained("writing to"):
             self._fs.makedirs(path, exist_ok=True)
         listed = []
@@ -125,26 +156,44 @@ class CopyStore:
             raise CopyError(f"{archived.folder / MANIFEST} cannot be read: {e}") from None
         with self._explained("writing to"):
             self._fs.pipe_file(f"{path}/{MANIFEST}", (json.dumps(manifest, indent=1, sort_keys=True) + "\n").encode())
-        made = self._whole_copy(path)
+        data = self._small_file(f"{path}/{MANIFEST}", MAX_MANIFEST)
+        made = None if data is None else self._whole_copy(path, data)
         if made is None:
             raise CopyError(f"{self.address}: {MANIFEST} does not read back: the copy is begun again")
         self._say({"copied": str(archived.state), "bytes": made.size})
         return made
 
     def remove(self, there: StoredCopy) -> None:
-        """Delete a copy, its manifest first: the rest of an interrupted deletion is no checkpoint."""
-        with self._explained("removing from"):
-            self._fs.rm_file(f"{there.path}/{MANIFEST}")
-            self._fs.rm(there.path, recursive=True)
+        """Delete a copy."""
+        self._delete(there.path)
         self._say({"removed": str(there.archived.state)})
 
-    def _whole_copy(self, path: str) -> StoredCopy | None:
-        """Return the whole copy in this folder; None for half of one, or one of another run."""
+    def _delete(self, path: str) -> None:
+        """Delete a folder: its manifest first, so that the rest is no checkpoint, and its spec last."""
+        with self._explained("removing from"):
+            for name in (MANIFEST, *(name for name in FILES if name not in (MANIFEST, SPEC))):
+                with suppress(FileNotFoundError):
+                    self._fs.rm_file(f"{path}/{name}")
+            with suppress(FileNotFoundError):  # without a spec there is nothing more, where folders are no files
+                self._fs.rm(path, recursive=True)
+
+    def _small_file(self, path: str, limit: int) -> bytes | None:
+        """Return the first `limit` bytes of a file; None if there is none."""
         with self._explained("reading from"):
             try:
-                data = self._fs.cat_file(f"{path}/{MANIFEST}", start=0, end=MAX_MANIFEST)
+                return self._fs.cat_file(path, start=0, end=limit)
             except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
                 return None
+
+    def _has_our_spec(self, path: str) -> bool:
+        try:
+            envelope = self._small_file(f"{path}/{SPEC}", MAX_SPEC_FILE) or b""
+            return blob_digest(open_envelope(envelope, KIND, limit=MAX_SPEC_FILE).payload) == self._run
+        except ProtocolError:
+            return False
+
+    def _whole_copy(self, path: str, data: bytes) -> StoredCopy | None:
+        """Return the whole copy in the folder of this manifest; None for one of another run, and if this is none."""
         archived = parse_manifest(Path(path), data)
         if archived is None or archived.run != self._run:
             return None

@@ -55,7 +55,8 @@ class PostgresDatabase(Database):
                 db.execute("SELECT set_config(%s, %s, false)", (name, value))
             if self._reader:
                 db.execute("SET default_transaction_read_only = on")
-            else:
+            elif not db.execute("SELECT FROM pg_namespace WHERE nspname = %s", (self._schema,)).rowcount:
+                # Only then: even IF NOT EXISTS asks for the right to create one in the database.
                 db.execute(f"CREATE SCHEMA IF NOT EXISTS {self._schema}".encode())
             db.execute("SELECT set_config('search_path', %s, false)", (self._schema,))
         except BaseException:

@@ -25,7 +25,7 @@ from coordinator.page.feed import Feed
 from coordinator.page.run_card import run_card
 from coordinator.round_observations import RoundObservations
 from coordinator.swarm import SwarmView
-from protocol.ids import PeerKey
+from protocol.ids import Digest, PeerKey, Round
 from protocol.invite import Invite
 from protocol.ledger.credits import Balance, RoundCredits
 from protocol.spec import RunSpec
@@ -40,7 +40,7 @@ MAX_UNDECIDED = 25
 """Undecided cases in one answer."""
 
 MAX_READS = 8
-"""Pages of old rounds that are read from the ledger at once."""
+"""Pages of old rounds that are read from the ledger at once, and certificates that are read from the chain."""
 
 _FOLDER = re.compile(r"round-[0-9]{6,12}")
 
@@ -81,7 +81,10 @@ class PageApi:
         default=None, init=False
     )
     _charts: tuple[object, dict[str, Any]] | None = field(default=None, init=False)
+    _cases: tuple[object, dict[tuple[Digest, Round | None], dict[str, Any]]] | None = field(default=None, init=False)
+    """The cases that were shown since the newest record, by update and deciding round: each has up to 66 reports."""
     _reads: ConcurrencyLimit = field(default_factory=lambda: ConcurrencyLimit(MAX_READS, MAX_READS), init=False)
+    _chain_reads: ConcurrencyLimit = field(default_factory=lambda: ConcurrencyLimit(MAX_READS, MAX_READS), init=False)
 
     @property
     def head(self) -> Hashable:
@@ -189,8 +192,13 @@ class PageApi:
         }
 
     def _case(self, case: AuditCase) -> dict[str, Any]:
-        final = case.outcome is not None and self.chain.is_final(case.outcome.stated)
-        return json_view.audit_case(case, final, self.name_of)
+        if self._cases is None or self._cases[0] != self.head:
+            self._cases = self.head, {}
+        shown, name = self._cases[1], (case.update, case.stated)
+        if name not in shown:
+            final = case.outcome is not None and self.chain.is_final(case.outcome.stated)
+            shown[name] = json_view.audit_case(case, final, self.name_of)
+        return shown[name]
 
     def leaderboard(self, by: Grouping, limit: int, after: str, team: str) -> list[dict[str, Any]]:
         """Return rows by "peer", "account" or "team", those with most credits first, after the row of a key."""
@@ -216,9 +224,15 @@ class PageApi:
         return json_view.round_page(self._round_view(credits), announced, self.name_of)
 
     async def certificate(self, number: int) -> dict[str, Any] | None:
-        credits = await self._one(number)
-        found = None if credits is None else await self.view.certificates_after(credits.parent, 1)
-        if credits is None or not found or found[0].digest != credits.record:
+        """Return a round's certificate. Raises TooManyError."""
+        if (credits := await self._one(number)) is None:
+            return None
+        free = self._chain_reads.take(None)
+        try:
+            found = await self.view.certificates_after(credits.parent, 1)
+        finally:
+            free()
+        if not found or found[0].digest != credits.record:
             return None
         return json_view.certificate(found[0], self.name_of)
 

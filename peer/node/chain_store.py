@@ -59,6 +59,9 @@ class ChainStore:
         self._reading = asyncio.Lock()
         """One answer at a time is read from the disk: anybody may ask."""
 
+        self._own_turn = asyncio.Lock()
+        """One read of `certificates_after` at a time waits for `_reading`: a coordinator reads for strangers, too."""
+
         self._waiting = 0
         """Answers that are read from the disk, or wait for that."""
 
@@ -204,7 +207,8 @@ class ChainStore:
         if not self.chain.is_below_root(record):
             return self.chain.main_chain_after(record, limit)
         older = self.chain.older_records_after([record], count=limit)
-        found = await self._in_turn(self._read_decoded, older)
+        async with self._own_turn:
+            found = await self._in_turn(self._read_decoded, older)
         if len(found) < len(older):
             return None
         if len(found) == limit:

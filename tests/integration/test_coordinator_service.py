@@ -154,9 +154,10 @@ async def test_a_fault_of_the_coordinator_is_no_refusal_and_it_is_asked_again(tm
         assert (await patient.admit(peer(2), "grace")).admission.body.name == "grace" and not faults
 
 
-async def test_an_admission_that_could_not_be_stored_is_not_remembered(tmp_path, monkeypatch):
+@pytest.mark.parametrize("fault", [LedgerError("the disk is full"), RuntimeError("a bug")])
+async def test_an_admission_that_could_not_be_stored_is_not_remembered(tmp_path, monkeypatch, fault):
     def fails(*_: object) -> None:
-        raise LedgerError("the disk is full")
+        raise fault
 
     async with running(tmp_path) as (c, _), client(c) as ask:
         with monkeypatch.context() as m:
@@ -185,6 +186,30 @@ async def test_an_admission_that_could_not_be_stored_after_its_caller_left_is_no
         await until(begun.is_set, "the write has begun")
         go.set()
         await until(lambda: not c.admitter.knows(peer(1).key), "it is not remembered")
+
+
+async def test_of_two_admissions_of_one_key_that_cannot_be_stored_none_is_remembered(tmp_path, monkeypatch):
+    begun, go = threading.Event(), threading.Event()
+
+    def fails(*_: object) -> None:
+        begun.set()
+        go.wait(LIMIT)
+        raise LedgerError("the disk is full")
+
+    monkeypatch.setattr(Ledger, "add_admission", fails)
+    async with running(tmp_path) as (c, _), client(c) as ask, client(c) as other:
+        first = asyncio.create_task(ask.admit(peer(1), "ada"))
+        await until(begun.is_set, "the write has begun")
+        try:
+            with pytest.raises(CoordinatorUnreachable, match="is being stored: try again"):
+                await other.admit(peer(1), "grace")
+        finally:
+            go.set()
+        with pytest.raises(CairnError):
+            await first
+        await until(lambda: not c.admitter.knows(peer(1).key), "neither is remembered")
+        with pytest.raises(CoordinatorUnreachable, match="disk is full|its operator"):
+            await other.admit(peer(1), "grace")
 
 
 @pytest.mark.parametrize("offset, says", [(3600, r"3[56]\d\d s ahead of"), (-3600, r"36\d\d s behind")])
@@ -548,6 +573,34 @@ async def test_keys_that_the_swarm_never_saw_are_forgotten_without_a_restart(tmp
         await until(lambda: not c.admitter.knows(peer(2).key), "the key that was never seen is forgotten")
         assert c.admitter.knows(peer(1).key)
         assert await c.ledger.run(lambda ledger: [a.peer for a in ledger.admissions()]) == [peer(1).key]
+
+
+async def test_a_database_that_is_away_is_no_fault_and_what_was_to_be_forgotten_is_when_it_is_back(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(service, "TEND_SECONDS", 0.05)
+    monkeypatch.setattr(admission_table, "UNSEEN_SECONDS", 0.0)
+    tries = []
+
+    def fails(*_: object) -> None:
+        tries.append(1)
+        raise LedgerError("the database is away")
+
+    async with running(tmp_path) as (c, _), client(c) as ask:
+        with monkeypatch.context() as m:
+            m.setattr(admission_table, "UNSEEN_SECONDS", NEVER)
+            await ask.admit(peer(1))
+            m.setattr(Ledger, "forget_admissions", fails)
+            m.setattr(admission_table, "UNSEEN_SECONDS", 0.0)
+            await until(lambda: len(tries) >= 3, "it is tried again")
+            assert await c.ledger.read(lambda ledger: ledger.admissions())
+
+        async def are_forgotten() -> bool:
+            return not await c.ledger.read(lambda ledger: ledger.admissions())
+
+        await until(are_forgotten, "it is back")
+    said = [r for r in caplog.records if "database is away" in r.getMessage()]
+    assert len(said) == 1 and said[0].exc_info is None and "a fault of the coordinator" not in caplog.text
 
 
 # -- starting and stopping ---------------------------------------------------------------------------------------

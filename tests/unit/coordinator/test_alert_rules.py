@@ -198,6 +198,38 @@ def test_a_chain_that_is_not_followed_is_told_just_after_a_start_too():
     assert World().look(10, up=1.0, **BAD["chain"]) == [("chain", "fired")]
 
 
+@pytest.mark.parametrize("bad", [{"diverged": ("eve",)}, {"training": 6}])
+def test_a_cause_that_comes_and_goes_is_sent_at_once_and_a_few_times_a_day(bad):
+    """One admitted key can say and deny a wrong state, or train and rest, for ever: here whenever it has an effect."""
+    world = World()
+
+    def day(attacked: bool) -> list[str]:
+        kinds = []
+        for step in range(2880):
+            world.round += 1
+            changes = bad if attacked and not world.journal.active and step % 4 > 1 else {}
+            kinds += [kind for _, kind in world.look(seconds=30, **changes)]
+        world.restart()
+        return kinds
+
+    assert day(False) == []
+    assert day(True) == ["fired", "resolved"] * 4 + ["fired"]
+    assert len(day(True) + day(True)) <= 4
+    day(False), day(False)
+    assert world.look(2, **bad)[0][1] == "fired" and world.good_rounds(3)[-1][1] == "resolved", "it is forgiven"
+
+
+def test_a_faulty_rule_silences_no_other_and_is_logged_once(monkeypatch, caplog):
+    def faulty(*_) -> str:
+        raise ZeroDivisionError
+
+    rules = [replace(rule, judge=faulty) if rule.name == "loss" else rule for rule in RULES]
+    monkeypatch.setattr("coordinator.alerts.tracker.RULES", rules)
+    world = World()
+    assert world.look(5, **BAD["disk"]) == [("disk", "fired")]
+    assert [r.args for r in caplog.records] == [("loss",)]
+
+
 def test_what_was_not_told_before_a_restart_is_told_after_it():
     world = World(("a", "b"))
     world.look(**BAD["disk"])
@@ -209,12 +241,12 @@ def test_what_was_not_told_before_a_restart_is_told_after_it():
 
 def test_a_webhook_that_takes_nothing_costs_a_bounded_amount_and_hears_no_old_news():
     world = World(("a",))
-    for _ in range(100):
+    world.look()
+    for n in range(100):
         world.round += 1
-        world.look(**BAD["disk"])
-        world.look()
+        world.look(convictions=((f"case-{n}", f"peer {n} is convicted"),))
     waiting = world.journal.to_json()["waiting"]["a"]
-    assert len(waiting) == MAX_WAITING and world.dropped == 200 - MAX_WAITING
+    assert len(waiting) == MAX_WAITING and world.dropped == 100 - MAX_WAITING
     world.look(seconds=KEEP_SECONDS + 2000)
     assert all(e["time"] > world.time - KEEP_SECONDS for e in world.journal.to_json()["waiting"]["a"])
     assert [back_off(n) for n in (1, 2, 5, 50)] == [1, 2, 16, 300]

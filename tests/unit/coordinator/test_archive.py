@@ -83,6 +83,15 @@ def test_a_restart_does_not_forget_whose_copies_are_to_be_deleted(world: World):
     assert Archive(world.archive.folder, SPEC).left() == set()
 
 
+def test_of_the_states_whose_copies_are_to_be_deleted_only_the_newest_are_kept(world: World, monkeypatch):
+    monkeypatch.setattr("coordinator.checkpoints.archive.MAX_LEFT", 3)
+    states = []
+    for round_ in (25, 5, 20, 10, 15):
+        world.archive.drop([made := world.add(round_)])
+        states.append(made.state)
+    assert world.archive.left() == set(states[-3:]) == Archive(world.archive.folder, SPEC).left()
+
+
 def test_a_process_killed_while_it_archived_leaves_nothing_for_good(world: World):
     left = world.archive.folder / ".round-000005.4711"
     left.mkdir(parents=True)

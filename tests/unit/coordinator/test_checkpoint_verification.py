@@ -15,11 +15,12 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cairn.checkpoints import find_checkpoint, verify_checkpoint
-from coordinator.checkpoints.archive import MANIFEST, ArchivedState
+from coordinator.checkpoints.archive import MANIFEST, MODEL, ArchivedState
 from coordinator.checkpoints.copies import CopyStore
 from coordinator.errors import CoordinatorError
 from coordinator.export import export
@@ -397,6 +398,35 @@ def test_half_a_copy_is_no_checkpoint_and_is_gone_on_with(world: CheckpointWorld
     place.copy(made)
     assert written == [MANIFEST]  # complete files are not sent again
     assert [t.archived.round for t in place.list()] == [5]
+
+
+@pytest.mark.parametrize("interrupted", ["copy", "deletion"])
+def test_half_a_copy_that_nobody_will_finish_is_deleted(world: CheckpointWorld, monkeypatch, interrupted: str):
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    MemoryFileSystem.store.clear()
+    made, policy = world.final(5), replace(world.archive.policy, newest=5)
+    place, other = (CopyStore("memory://bucket", run) for run in (world.spec.run_id, tiny_spec(seed=4).run_id))
+
+    def fails(*_: object, **__: object) -> None:
+        raise OSError("the coordinator was killed")
+
+    def stops_at_the_model(fs: MemoryFileSystem, path: str, mode: str, **how: Any) -> Any:
+        return fails() if (mode, path.rsplit("/", 1)[-1]) == ("wb", MODEL) else opened(fs, path, mode, **how)
+
+    opened = MemoryFileSystem.open
+    with monkeypatch.context() as m, pytest.raises(CoordinatorError, match="was killed"):
+        if interrupted == "copy":
+            m.setattr(MemoryFileSystem, "open", stops_at_the_model)
+            place.copy(made)
+        copied = place.copy(made)
+        m.setattr(MemoryFileSystem, "rm", fails)
+        place.remove(copied)
+    other.keep([], policy, {}, set())
+    place.keep([], policy, {}, set(), [made.state])
+    assert MemoryFileSystem.store, "another run's half, or one that is to be finished"
+    place.keep([], policy, {}, set())
+    assert not MemoryFileSystem.store
 
 
 def test_what_reads_back_otherwise_is_never_named_as_whole(world: CheckpointWorld, monkeypatch):

@@ -163,6 +163,23 @@ def test_a_file_of_another_run_is_refused_and_a_server_keeps_many_runs(ledger, l
             Ledger(ledger_place, other)
 
 
+def test_a_role_that_owns_its_schema_needs_no_right_to_make_one(postgres_url):
+    with postgres_world.empty_database(postgres_url) as url, bare(url) as db:
+        db.query("DROP SCHEMA cairn_" + SPEC.run_id.hex()[:16])
+        db.query("CREATE ROLE clerk LOGIN")
+        clerk = url.replace("cairn@", "clerk@")
+        try:
+            with pytest.raises(LedgerError, match="must own the schema"):
+                Ledger(clerk, SPEC)
+            db.query(f"CREATE SCHEMA cairn_{SPEC.run_id.hex()[:16]} AUTHORIZATION clerk")
+            with closing(Ledger(clerk, SPEC)) as ledger:
+                filled(ledger)
+                assert ledger.size() == 4
+        finally:
+            db.query("DROP OWNED BY clerk")
+            db.query("DROP ROLE clerk")
+
+
 def test_a_server_whose_host_vanishes_is_noticed_by_the_client(postgres_url, monkeypatch):
     psycopg = pytest.importorskip("psycopg")
     made, connect = [], psycopg.connect

@@ -32,7 +32,7 @@ from coordinator.limits import ConcurrencyLimit
 from coordinator.overview import PeerOverview
 from coordinator.page import downloads, json_view, openapi, pictures, response_limits, schemas
 from coordinator.page.answers import MAX_KEPT, AnswerCache, EncodedBody
-from coordinator.page.api import PageApi
+from coordinator.page.api import MAX_READS, PageApi
 from coordinator.page.app import make_app
 from coordinator.page.credit_routes import CREDIT_ENDPOINTS
 from coordinator.page.endpoints import ENDPOINTS, SORTS, ApiEndpoint
@@ -321,6 +321,25 @@ def test_a_certificate_can_be_checked_by_whoever_gets_it(world, get):
     assert str(record.digest) == given["record"] and record.body.round == 4
     votes = [decoder.decode(base64.b64decode(v), Vote) for v in given["bytes"]["votes"]]
     assert {v.body.record for v in votes} == {record.digest} and len(votes) == len(given["votes"])
+
+
+async def test_few_certificates_are_read_at_once_and_who_asks_for_more_is_told_to_come_again(world):
+    may_end, reading = asyncio.Event(), []
+
+    async def certificates_after(record: Digest, limit: int) -> None:
+        reading.append(record)
+        await may_end.wait()
+
+    view = SimpleNamespace(certificates_after=certificates_after)
+    app = make_app(replace(world.coordinator.api, view=view))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as get:
+        asked = [asyncio.create_task(get.get(f"/api/rounds/{n}/certificate")) for n in range(MAX_READS)]
+        await until(lambda: len(reading) == MAX_READS)
+        refused = await get.get(f"/api/rounds/{MAX_READS}/certificate")
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "5") and len(reading) == MAX_READS
+        may_end.set()
+        assert {(await each).status_code for each in asked} == {404}
+        assert (await get.get(f"/api/rounds/{MAX_READS}/certificate")).status_code == 404, "there is room again"
 
 
 async def test_what_is_told_of_credits_is_what_the_document_says(world):
