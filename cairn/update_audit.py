@@ -29,7 +29,7 @@ from cairn.swarm_view import put_blob
 from peer.auditor.score_words import ordered_scores, score_words
 from peer.coordinator_client import CoordinatorClient
 from peer.node.audit_process import AuditProcess
-from peer.node.builder import build_node
+from peer.node.builder import build_node, load_chain
 from peer.node.coordinator_discovery import discover_run
 from peer.node.enrollment import COORDINATOR_ABSENT, Enrollment, run_folder
 from peer.node.node import Node
@@ -205,7 +205,7 @@ async def _observer(
         admission=b"",
         addresses=addresses,
     )
-    node = build_node(membership, options)
+    node = build_node(membership, options, await asyncio.to_thread(load_chain, membership, options))
     running = asyncio.ensure_future(node.run())
     try:
         await node.started(running)

@@ -19,10 +19,12 @@ import random
 import socket
 import ssl
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import async_timeout
 import grpc
 import grpc.aio
 from cryptography import x509
@@ -223,7 +225,9 @@ class CoordinatorClient:
         self._places = self._of_invite = tuple(_Place(e, invite.fingerprint) for e in invite.coordinators)
         self._channels: dict[_Place, grpc.aio.Channel] = {}
         self._answered: _Place | None = None  # the last address that answered
-        self._lock = asyncio.Lock()
+        self._opening: defaultdict[_Place, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """One call at a time connects to a place: a silent one keeps nobody from the others."""
+
         self._spec: RunSpec | None = None
         self._encoded = b""
 
@@ -393,10 +397,14 @@ class CoordinatorClient:
             raise _silent(endpoint, said) from None
 
     async def _channel(self, place: _Place) -> grpc.aio.Channel:
-        async with self._lock:
+        async with self._opening[place]:
             if (channel := self._channels.get(place)) is None:
                 endpoint, expected = place.endpoint, place.fingerprint
-                der = await asyncio.to_thread(server_certificate, endpoint)
+                try:
+                    async with async_timeout.timeout(self._timeout):  # the system may look for a name for longer
+                        der = await asyncio.to_thread(server_certificate, endpoint)
+                except asyncio.TimeoutError:
+                    raise _silent(endpoint, f"no connection in {self._timeout:.0f} s") from None
                 if sha256(der) != expected:
                     raise WrongCoordinator(
                         f"the coordinator at {endpoint} shows another certificate than the invite names "

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.exchange_wan.job import LOOK_SECONDS, Diary, Job
 from benchmarks.exchange_wan.run_spec import PORT, addresses, admission, furnish, identity
-from peer.node.builder import build_node
+from peer.node.builder import build_node, load_chain
 from peer.node.enrollment import Enrollment
 from peer.node.events import EventQueued, NodeEvents
 from peer.node.node import Node
@@ -75,7 +75,7 @@ async def serve(job: Job, number: int) -> None:
             ),
         )  # fmt: skip
         bus = NodeEvents()
-        node = build_node(membership, options, bus)
+        node = build_node(membership, options, load_chain(membership, options), bus)
         keep_diary(node, bus, diary)
         running = asyncio.create_task(node.run())
         introduced = False

@@ -13,7 +13,6 @@ from protocol.errors import CairnError
 
 if TYPE_CHECKING:
     from cairn.checkpoints import FoundCheckpoint
-    from coordinator.authoring.chat_template import ChatTemplate
 
 
 @click.command()
@@ -60,11 +59,12 @@ def generate_text(
     With `temperature` 0 each token is the likeliest. Raises CairnError when there is no checkpoint, the prompt is
     empty, the text is too long for the model, or there is no such device.
     """
+    from cairn.chat_question import chat_question
     from cairn.checkpoints import find_checkpoint
     from coordinator.authoring.tokens import open_tokenizer
     from coordinator.checkpoints.archive import MANIFEST
     from coordinator.checkpoints.evaluation import continue_prompt, load_archived
-    from coordinator.checkpoints.evaluation_job import added_text, question
+    from coordinator.checkpoints.evaluation_job import added_text
     from coordinator.export import ADAPTER_CONFIG, MODEL, TOKENIZER
     from peer.training.device import choose_device
 
@@ -78,12 +78,15 @@ def generate_text(
     ids = tokenizer.encode(prompt).ids
     if not ids:
         raise CairnError("the prompt is empty: write at least one word")
+    chat, asked = None if found is None else found.chat, None
+    if not raw and (found is None or chat is not None):
+        asked = chat_question(prompt, chat, checkpoint / TOKENIZER)
     where = str(choose_device(device, os.cpu_count() or 1))
     model: Any = load_archived(checkpoint, where) if found is None else _model_of(found, where)
-    template, ends = (None, []) if raw else _chat_of(found, checkpoint, model)
-    if template is None:
+    if asked is None:
         return tokenizer.decode(continue_prompt(model, ids, tokens=tokens, temperature=temperature, seed=seed))
-    ids = question(prompt, tokenizer, template)
+    ids = tokenizer.encode(asked, add_special_tokens=False).ids
+    ends = _ends_of(model) if chat is None else chat.end_tokens
     said = continue_prompt(model, ids, tokens=tokens, temperature=temperature, seed=seed, ends=ends)
     return added_text(tokenizer, ids, said)
 
@@ -102,14 +105,7 @@ def _model_of(found: FoundCheckpoint, device: str) -> Any:
     return load_checkpoint(found.checkpoint, found.config, found.origin, device)
 
 
-def _chat_of(found: FoundCheckpoint | None, folder: Path, model: Any) -> tuple[ChatTemplate | None, list[int]]:
-    """Return the chat template of a run, or of an exported model, and the tokens that end an answer; None without."""
-    from coordinator.authoring.chat_template import load_template
-    from coordinator.checkpoints.evaluation_job import run_template
-    from coordinator.export import TOKENIZER
-
-    if found is None:
-        end = model.generation_config.eos_token_id
-        ends = end if isinstance(end, list) else [end] * (end is not None)
-        return load_template(None, folder / TOKENIZER, "", ""), ends
-    return (None, []) if found.chat is None else (run_template(found.chat), found.chat.end_tokens)
+def _ends_of(model: Any) -> list[int]:
+    """Return the tokens that end an answer of an exported model."""
+    end = model.generation_config.eos_token_id
+    return end if isinstance(end, list) else [end] * (end is not None)

@@ -256,7 +256,7 @@ async def _join(options: JoinOptions, invite: Invite, settings: SettingsFile) ->
         from cairn.peer_control import PeerControl, listening
         from cairn.peer_schedule import PeerSchedule
         from peer.node.admission_wait import wait_until_admitted
-        from peer.node.builder import build_node
+        from peer.node.builder import build_node, load_chain
         from peer.node.machine_check import check_machine
         from peer.node.options import NodeOptions
         from peer.node.rest import RestWish
@@ -332,7 +332,13 @@ async def _join(options: JoinOptions, invite: Invite, settings: SettingsFile) ->
             try:
                 if options.owner is not None:
                     _begin_audits(membership.spec, options.owner)
-                node = build_node(membership, node_options, owner=options.owner, rest=rest, paces=paces)
+                loading = asyncio.ensure_future(asyncio.to_thread(load_chain, membership, node_options))
+                await asyncio.wait([loading, stopping], return_when=asyncio.FIRST_COMPLETED)
+                if not loading.done():  # it ends when the store is closed
+                    screen.say("stopped before the run's records were read; the same command tries again")
+                    return False
+                chain = loading.result()
+                node = build_node(membership, node_options, chain, owner=options.owner, rest=rest, paces=paces)
                 await run_node(node, screen, stopping, schedule.away)
             finally:
                 await membership.close()

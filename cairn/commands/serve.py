@@ -196,7 +196,7 @@ async def _serve(
         from coordinator.checkpoints.evaluations import EvaluationLog
         from coordinator.service import Coordinator
         from peer.keyfile import load_or_make
-        from peer.node.builder import build_node
+        from peer.node.builder import build_node, load_chain
         from peer.node.coordinator_discovery import SPEC
         from peer.node.enrollment import Enrollment, known_addresses
         from peer.node.options import NodeOptions
@@ -231,7 +231,15 @@ async def _serve(
         admission=b"",
         addresses=known_addresses(store),
     )
-    node = build_node(membership, NodeOptions(folder, (options.swarm,), announce, observer=True))
+    node_options = NodeOptions(folder, (options.swarm,), announce, observer=True)
+    loading = asyncio.create_task(asyncio.to_thread(load_chain, membership, node_options))
+    stopping = asyncio.create_task(until.wait())
+    await asyncio.wait([loading, stopping], return_when=asyncio.FIRST_COMPLETED)
+    if not loading.done():
+        store.close()  # this ends it
+        click.echo("stopped before the run's records were read; the same command goes on")
+        return
+    node = build_node(membership, node_options, loading.result())
     view = ObserverView(node, spec, archive)
     shards = [store.path(s.name) for s in spec.data.validation]
     archiver = CheckpointArchiver(
@@ -247,7 +255,6 @@ async def _serve(
     coordinator = Coordinator(config, spec, resolved.spec_envelope, owner, view, archiver)
     kept = KeptUpdates(node, view, settings.archive, coordinator.admitter.name_of)
     running = asyncio.create_task(node.run())
-    stopping = asyncio.create_task(until.wait())
     starting = asyncio.create_task(node.started(running))
     try:
         await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)

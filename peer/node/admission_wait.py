@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from peer.errors import PeerError
-from peer.node.builder import build_node
+from peer.node.builder import build_node, load_chain
 from peer.node.enrollment import COORDINATOR_ABSENT, Enrollment
 from peer.node.node import Node
 from peer.node.options import NodeOptions
@@ -42,7 +42,8 @@ async def wait_until_admitted(membership: Enrollment, options: NodeOptions, pace
 
     Raises CairnError when the coordinator refuses the peer, or when the observer cannot go on.
     """
-    node = build_node(membership, replace(options, observer=True, auditor=False), paces=paces)
+    options = replace(options, observer=True, auditor=False)
+    node = build_node(membership, options, await asyncio.to_thread(load_chain, membership, options), paces=paces)
     running = asyncio.ensure_future(node.run())
     fetching = asyncio.ensure_future(_fetch_meanwhile(membership, node, running, options.private_data))
     try:

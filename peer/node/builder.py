@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable
@@ -50,9 +51,25 @@ OBSERVED_RECORDS, OBSERVED_BYTES = 200_000, 2**30
 """The chain in an observer's memory: its coordinator may have to catch up from far behind."""
 
 
+def load_chain(membership: Enrollment, options: NodeOptions) -> ChainStore:
+    """Return the chain in the store, for `build_node`. Raises StoreError, also when the store is closed meanwhile.
+
+    Ten thousand rounds of 256 peers take minutes: call it in a thread.
+    """
+    limits = RoundPolicy.of(membership.spec).chain_limits
+    if options.observer:
+        limits = replace(limits, max_records=OBSERVED_RECORDS, max_bytes=OBSERVED_BYTES)
+    gc.disable()  # millions of objects stay: to visit them again and again takes a third of the time, and all threads'
+    try:
+        return ChainStore(membership.store, membership.decoder, membership.spec, limits)
+    finally:
+        gc.enable()
+
+
 def build_node(
     membership: Enrollment,
     options: NodeOptions,
+    certificates: ChainStore,
     bus: NodeEvents | None = None,
     *,
     owner: Identity | None = None,
@@ -63,9 +80,10 @@ def build_node(
 ) -> Node:
     """Return a node that is ready to run. Raises StoreError.
 
-    `bus` receives the node's events. The key of `owner`, the run's, signs the reports on audits instead of the node's
-    own. `rest` says when a peer is to rest, `paces` how fast it sends and gets blobs. `start_swarm` and
-    `supervise` replace the network and the trainer's process.
+    `certificates` are those of `load_chain`, with the same membership and options. `bus` receives the node's events.
+    The key of `owner`, the run's, signs the reports on audits instead of the node's own. `rest` says when a peer is to
+    rest, `paces` how fast it sends and gets blobs. `start_swarm` and `supervise` replace the network and the trainer's
+    process.
     """
     spec, store, me = membership.spec, membership.store, membership.identity.key
     bus, rest = bus or NodeEvents(), rest or RestWish()
@@ -79,10 +97,6 @@ def build_node(
     if makes_audits:
         report_signer = signer if owner is None else KeySigner(owner)
     policy = RoundPolicy.of(spec)
-    limits = policy.chain_limits
-    if options.observer:
-        limits = replace(limits, max_records=OBSERVED_RECORDS, max_bytes=OBSERVED_BYTES)
-    certificates = ChainStore(store, membership.decoder, spec, limits)
     chain = certificates.chain
     machine = RoundMachine(
         policy,

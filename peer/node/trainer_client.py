@@ -85,6 +85,7 @@ class TrainerClient:
         self._supervisor: TrainerSupervisor | None = None
         self._launched = asyncio.Event()
         """Set once there was a process: `begin` starts none while there is a reason to rest."""
+        self._was_ready = False
         self._usage = UsageLog()
         self._orders: channel.Orders | None = None
         self._holds = False
@@ -123,6 +124,7 @@ class TrainerClient:
             on_lost=self._on_lost,
             command=self.options.trainer_command or None,
             gpu_memory=lambda: self.options.gpu_share(replayable=self.spec.audit.replayable),
+            was_ready=self._was_ready,
         )
         self.rest.note_devices(free=False)
         self._launched.set()
@@ -303,6 +305,7 @@ class TrainerClient:
             case channel.Note(level, _, text):
                 log.log(LEVELS[level], "%s", text)
             case channel.Ready():
+                self._was_ready = True
                 if message.on_gpu and self._start is not None and self._start.device == "auto":
                     self._start = replace(self._start, device="cuda")  # after a rest, too: see `TrainerSupervisor`
                 self.store.lend(message.disk)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from peer.channel import Start
 from peer.doctor.disk import SAVED_TENSORS, files_room, to_save
+from peer.durable import write_durably
 from peer.errors import NotInSwarm, PeerError
 from peer.fetched_data import fetched_shards
 from peer.node.base_model import fetch_base_nearby, fetch_seconds
@@ -124,7 +125,7 @@ def write_spec(spec: RunSpec, folder: Path) -> Path:
     """Write the spec to a file in a node's folder, for other processes, and return the file. Raises StoreError."""
     path = spec_file(folder)
     with disk(f"writing {path}"):
-        path.write_bytes(spec.canonical())
+        write_durably(path, [spec.canonical()])  # the tools read it, also while a peer starts
     return path
 
 

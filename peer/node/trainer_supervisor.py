@@ -51,7 +51,9 @@ class TrainerSupervisor:
     """The supervisor of one trainer process at a time.
 
     `on_message` receives all its messages; `on_lost(reason)` is called when it has died. `command` replaces the
-    trainer's own command line. `gpu_memory` is asked at each start of a process (see `Start`).
+    trainer's own command line. `gpu_memory` is asked at each start of a process (see `Start`). Once a process has been
+    ready here (`was_ready`: one of an earlier supervisor), a start that fails is tried again: the machine is short of
+    something for now.
     """
 
     start: channel.Start
@@ -59,6 +61,7 @@ class TrainerSupervisor:
     on_lost: Callable[[str], None]
     command: Sequence[str] | None = None
     gpu_memory: Callable[[], int] = lambda: 0
+    was_ready: bool = False
 
     def __post_init__(self) -> None:
         self._ready_link: asyncio.Future[channel.TrainerLink] = asyncio.get_running_loop().create_future()
@@ -113,9 +116,9 @@ class TrainerSupervisor:
         try:
             link = self.link = await channel.TrainerLink.start(threads=self.start.threads, command=self.command)
         except TrainerDied as e:
-            if self.ready is None:
+            if not self.was_ready:
                 raise
-            self._fail_pending(str(e))  # it could be started before: the machine is short of something now
+            self._fail_pending(str(e))
             return str(e), False, False
         self._exited.clear()
         self._owed.clear()
@@ -131,7 +134,7 @@ class TrainerSupervisor:
                     self._restart_watchdog()
                 match message:
                     case channel.Ready() if not self._ready_link.done():
-                        self.ready = message
+                        self.ready, self.was_ready = message, True
                         if message.on_gpu and self.start.device == "auto":
                             # A GPU that is lost later is an error: nobody wants the CPU to take over a GPU's work.
                             self.start = replace(self.start, device="cuda")
@@ -144,7 +147,7 @@ class TrainerSupervisor:
                     case channel.Failed(what=what, fatal=True):
                         reason, easier = message.reason, what == "memory"
                         # The device, the data or the installed libraries are at fault: the next start would fail too.
-                        self._cannot_start = what == "start" and self.ready is None
+                        self._cannot_start = what == "start" and not self.was_ready
                     case channel.Stopped() if not self._stopped.done():
                         self._stopped.set_result(message.saved)
                     case _:

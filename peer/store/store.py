@@ -85,8 +85,13 @@ class Store(BlobStore):
             flush_folder(path.parent)
 
     def certificates(self) -> Iterator[bytes]:
-        """Yield all certificates, by round, then digest. One that fails its checksum is removed, with a warning."""
+        """Yield all certificates, by round, then digest. One that fails its checksum is removed, with a warning.
+
+        Raises StoreError, also once the store is closed: to read them all may take a thread minutes.
+        """
         for path, round, _ in self._certificate_files():
+            if self._lock_fd < 0:
+                raise StoreError(f"the store {self.folder} was closed while its certificates were read: open it again")
             if (data := _read_certificate(path, round)) is not None:
                 yield data
 

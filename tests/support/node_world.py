@@ -35,7 +35,7 @@ from peer.channel import (
     WriteCheckpoint,
 )
 from peer.errors import TrainerDied
-from peer.node.builder import build_node
+from peer.node.builder import build_node, load_chain
 from peer.node.enrollment import Enrollment
 from peer.node.node import Node
 from peer.node.options import NodeOptions
@@ -229,6 +229,7 @@ class LoopTrainer:
         on_lost: Callable[[str], None],
         command: None = None,
         gpu_memory: Callable[[], int] = lambda: 0,
+        was_ready: bool = False,
     ):
         self._start = start
         self._say = on_message
@@ -406,7 +407,8 @@ class NodeWorld:
 
     def build(self, membership: Enrollment, options: NodeOptions, **given: Any) -> Node:
         """Build a node in this world's network, with a trainer in this process. `given`: as for `build_node`."""
-        return build_node(membership, options, start_swarm=LoopSwarm.start, supervise=self._supervise, **given)
+        chain = load_chain(membership, options)
+        return build_node(membership, options, chain, start_swarm=LoopSwarm.start, supervise=self._supervise, **given)
 
     def _supervise(self, start: Start, **how: Any) -> Any:
         trainer = self.trainers[start.identity_key] = LoopTrainer(start, **how)

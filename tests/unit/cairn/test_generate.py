@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from click.testing import CliRunner
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from cairn.commands import generate
 from cairn.main import main
 from coordinator.checkpoints.evaluation import continue_prompt
+from coordinator.export import MODEL, TOKENIZER
 from protocol.errors import CairnError
 from protocol.model import build_model, plain_config
 
@@ -53,6 +56,14 @@ def test_a_model_with_a_table_of_positions_writes_no_more_than_it_has(config):
 
 def test_a_model_that_computes_positions_goes_on_beyond_its_training():
     assert len(continue_prompt(_model(LLAMA), [5, 6, 7, 8], tokens=20, temperature=0, seed=0)) == 24
+
+
+def test_a_template_that_came_with_a_model_has_a_bound_before_the_model_is_loaded(tmp_path):
+    Tokenizer(WordLevel({"hello": 0}, unk_token="hello")).save(str(tmp_path / TOKENIZER))
+    (tmp_path / MODEL).touch()
+    (tmp_path / "chat_template.jinja").write_text("{{ 'a' * 10 ** 12 }}")
+    done = CliRunner().invoke(main, ["generate", str(tmp_path), "--prompt", "hello"])
+    assert done.exit_code == 1 and "the model's chat template is not usable" in done.output
 
 
 @pytest.mark.parametrize("seed", ["99999999999999999999", "-1"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from protocol.ids import Digest
 from protocol.invite import HostPort
 from tests.support.coordinator_fakes import make_spec, state
 from tests.support.specs import OWNER, admission, identity
-from tests.support.waiting import NEVER, ended, until
+from tests.support.waiting import LIMIT, NEVER, ended, until
 
 PACES = Paces()
 SPEC = make_spec(genesis={"digest": state(0).hex(), "size": 524_288})
@@ -87,7 +89,7 @@ async def test_it_asks_again_says_so_and_leaves_the_swarm_when_it_is_admitted(ne
     monkeypatch.setattr(
         admission_wait,
         "build_node",
-        lambda m, options, paces: nodes.append(build_node(m, options, paces=paces)) or nodes[-1],
+        lambda *given, paces: nodes.append(build_node(*given, paces=paces)) or nodes[-1],
     )
     waits = asyncio.create_task(wait_until_admitted(newcomer, NodeOptions(tmp_path), PACES))
     await asked(newcomer, 3)
@@ -124,6 +126,25 @@ async def test_a_refusal_ends_it_with_the_coordinators_reason(newcomer, tmp_path
 
 async def test_ctrl_c_ends_it(newcomer, tmp_path):
     waits = asyncio.create_task(wait_until_admitted(newcomer, NodeOptions(tmp_path), PACES))
+    await asked(newcomer, 1)
+    waits.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await ended(waits)
+
+
+async def test_a_long_chain_is_read_beside_the_event_loop(newcomer, tmp_path, monkeypatch):
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def certificates(self: Store) -> Iterator[bytes]:
+        begun.set()
+        assert goes_on.wait(LIMIT if threading.current_thread() is not threading.main_thread() else 0)
+        yield from ()
+
+    monkeypatch.setattr(Store, "certificates", certificates)
+    waits = asyncio.create_task(wait_until_admitted(newcomer, NodeOptions(tmp_path), PACES))
+    await until(lambda: begun.is_set() or waits.done(), "the chain is read")
+    assert not waits.done()
+    goes_on.set()
     await asked(newcomer, 1)
     waits.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -10,7 +10,7 @@ import pytest
 
 from peer.node import node as node_module
 from peer.node import status_reporter, trainer_client
-from peer.node.builder import build_node
+from peer.node.builder import build_node, load_chain
 from peer.node.enrollment import Enrollment
 from peer.node.network import Network
 from peer.node.node import Node
@@ -45,7 +45,8 @@ def folder(tmp_path: Path, monkeypatch) -> Path:
 
 def node(folder: Path, store: Store, *, observer: bool = True) -> Node:
     membership = Enrollment(identity("me"), SPEC, store, None, "me", b"")
-    return build_node(membership, NodeOptions(folder, observer=observer))
+    options = NodeOptions(folder, observer=observer)
+    return build_node(membership, options, load_chain(membership, options))
 
 
 @pytest.mark.parametrize("slow", ["the swarm", "the run's assets"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -415,6 +416,15 @@ async def test_the_coordinator_reads_the_chain_beyond_memory(old, limit):
     assert await log.certificates_after(made.fork(2).add({7: 1}).digest, limit) is None
 
 
+async def test_a_newcomer_does_not_wait_for_all_that_a_coordinator_reads_for_others(old):
+    log, made = old
+    others = [asyncio.create_task(log.certificates_after(log.chain.genesis, 8)) for _ in range(20)]
+    await asyncio.sleep(0)
+    assert await given(log, log.chain.genesis) == (encoded(made, 0, 7), True)
+    assert sum(other.done() for other in others) <= 2
+    assert await asyncio.gather(*others) == [made.certificates[:8]] * 20
+
+
 # -- small files ----------------------------------------------------------------------------------------------
 
 SNAPSHOT = Snapshot(
@@ -530,3 +540,10 @@ def test_what_the_trainer_saves_takes_of_the_disk_and_not_of_the_limit(tmp_path,
         assert 0 < usual == room_for_files(SPEC, store, NodeOptions(tmp_path))
         saves = 10**9
         assert room_for_files(SPEC, store, NodeOptions(tmp_path)) == 0
+
+
+def test_who_reads_a_spec_while_it_is_written_again_reads_a_whole_one(tmp_path):
+    path = trainer_files.write_spec(SPEC, tmp_path)
+    with path.open("rb") as reader:
+        assert trainer_files.write_spec(SPEC, tmp_path) == path
+        assert (reader.read(), path.stat().st_ino != os.fstat(reader.fileno()).st_ino) == (SPEC.canonical(), True)

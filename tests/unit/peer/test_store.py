@@ -470,6 +470,16 @@ def test_certificates_come_back_in_the_order_of_rounds_with_both_sides_of_a_fork
         assert list(store.certificates()) == [b"c3", b"c200"]
 
 
+def test_who_reads_all_certificates_ends_when_the_store_is_closed(store):
+    for n in range(3):
+        store.append_certificate(b"c%d" % n, Round(n), digest_of(n))
+    read = store.certificates()
+    assert next(read) == b"c0"
+    store.close()
+    with pytest.raises(StoreError, match="was closed while its certificates were read: open it again"):
+        next(read)
+
+
 @pytest.mark.parametrize("keep", [0, 5, 40])
 def test_a_torn_certificate_is_removed_and_reported_and_the_others_stay(store, caplog, keep):
     for n in (1, 2):

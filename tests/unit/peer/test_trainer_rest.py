@@ -29,8 +29,13 @@ class Process:
 
     made: list[Process]
 
-    def __init__(self, *_: Any, gpu_memory: Callable[[], int], **__: Any):
+    def __init__(
+        self, *_: Any, gpu_memory: Callable[[], int], on_message: Callable[[channel.FromTrainer], None],
+        was_ready: bool, **__: Any,
+    ):  # fmt: skip
         self.gpu_memory = gpu_memory
+        self.on_message = on_message
+        self.was_ready = was_ready
         self.stopping = False
         self.runs = True
         self.seconds = 0.0
@@ -66,7 +71,7 @@ async def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     monkeypatch.setattr(trainer_client, "start_message", lambda *_: SimpleNamespace(state_folder=tmp_path))
     monkeypatch.setattr(trainer_client, "fetch_assets", nothing)
     monkeypatch.setattr(Process, "made", [], raising=False)
-    other: Any = SimpleNamespace(run=nothing, drop=lambda: None, sync=print, scratch=tmp_path)
+    other: Any = SimpleNamespace(run=nothing, drop=lambda: None, sync=print, lend=print, scratch=tmp_path)
     made = TrainerClient(
         cast(Any, None), identity("me").key, NodeOptions(tmp_path), other, other, other, other, other, Tasks(), print,
         RestWish(), Pace(), supervise=cast(Any, Process),
@@ -85,6 +90,18 @@ async def test_a_pause_before_the_last_one_has_ended_leaves_no_process(client):
     client.acquire()
     await until(lambda: len(Process.made) == 3, "a process is started again")
     assert len(running()) == 1 and not client.rest.is_free
+
+
+async def test_the_process_after_a_rest_is_known_to_have_been_ready_before_it(client):
+    await ended(client.begin(cast(Any, None)))
+    client.release()
+    client.acquire()
+    await until(lambda: len(Process.made) == 2, "a process is started again")
+    Process.made[1].on_message(channel.Ready("cpu", 1, 1))
+    client.release()
+    client.acquire()
+    await until(lambda: len(Process.made) == 3, "and again")
+    assert [process.was_ready for process in Process.made] == [False, False, True]
 
 
 async def test_the_parts_of_a_rest_fit_in_five_seconds(client):

@@ -139,6 +139,33 @@ async def test_a_restart_for_which_the_machine_is_short_of_something_is_tried_ag
             await world.until(lambda: "NothingDone" in world.names())
 
 
+@pytest.mark.parametrize("is_started", [False, True])
+async def test_a_first_start_after_a_rest_is_tried_again_like_any_other(tmp_path, monkeypatch, is_started):
+    real, left = asyncio.create_subprocess_exec, [BlockingIOError(11, "no process now")] * (not is_started)
+
+    async def start(*given, **options):
+        if left:
+            raise left.pop()
+        return await real(*given, **options)
+
+    monkeypatch.setattr(link_module.asyncio, "create_subprocess_exec", start)
+    (tmp_path / "lives").write_text("x" * (not is_started))
+    program = """
+    if life == 0:
+        end.send(Failed("start", "the GPU is full", fatal=True)); sys.exit(1)
+    end.send(Ready("cpu", 1, 1)); end.receive(None)
+    """
+    async with supervised(tmp_path, program) as (world, running):
+        world.trainer.was_ready = True
+        running.add_done_callback(lambda _: world.news.set())
+        await world.until(lambda: "Ready" in world.names() or running.done())
+        assert (
+            not running.done()
+            and len(world.lost) == 1
+            and ("GPU is full" if is_started else "no process now") in world.lost[0]
+        )
+
+
 async def test_each_process_has_the_limit_of_a_gpu_as_it_is_when_it_starts(tmp_path):
     program = """
     end.send(Ready(str(start.gpu_memory), 1, 1))

@@ -25,6 +25,7 @@ from protocol.ids import Digest, PeerKey, sha256
 from protocol.messages import AuditCheck
 from protocol.stake import STAKE_ROUNDS
 from tests.support.audited import certificate, key
+from tests.vectors import plain
 
 RULE = AuditRule()
 EIGHT = [key(n) for n in range(8)]
@@ -98,6 +99,29 @@ def test_what_is_always_audited_is_drawn_by_its_own_record_and_the_rest_by_the_n
     assert all(a.auditors == draw_auditors(seed("own"), k, stakes, RULE) for k, a in at_once.items())
     later = {a.author: a for a in due_audits(record, both, stakes, RULE, convicted=10**9)}
     assert at_once.items() <= later.items()
+
+
+@given(DIGESTS, STAKES, st.integers(0, 9), st.sets(st.sampled_from(EIGHT)))
+def test_keys_are_drawn_as_a_plain_walk_along_the_stakes_draws_them(drawn, stakes, count, without):
+    others = {bytes(k): stake for k, stake in stakes.items() if k not in without}
+    assert list(draw_by_stake(drawn, stakes, count, without)) == plain.draw_by_stake(drawn, others, count)
+
+
+def test_the_audits_of_a_record_order_the_stakes_once():
+    class Counted(dict[PeerKey, int]):
+        walks = 0
+
+        def __iter__(self):
+            self.walks += 1
+            return super().__iter__()
+
+    records = [certificate(0, dict.fromkeys(authors, 100)).record.body for authors in (EIGHT[:1], EIGHT)]
+    walks = []
+    for record in records:
+        stakes = Counted({key("other"): 1})
+        assert len(due_audits(record, seeds(0), stakes, RULE)) == len(record.updates)
+        walks.append(stakes.walks)
+    assert walks[0] == walks[1]
 
 
 @given(DIGESTS, st.sampled_from(EIGHT), STAKES)
