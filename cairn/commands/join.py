@@ -9,7 +9,7 @@ import asyncio
 import logging
 import os
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from protocol.spec import RunSpec
 
 log = logging.getLogger("cairn.peer")
+
+AGAIN_SECONDS = 60.0
+"""Seconds until a peer that was in the run tries to enter it again."""
 
 CREDIT_SECONDS = 15.0
 """Seconds between two requests for this peer's credits; more in a large swarm (see `credit_seconds`)."""
@@ -311,21 +314,21 @@ async def _join(options: JoinOptions, invite: Invite, settings: SettingsFile) ->
             if options.owner is None:
                 await offer_model(info, folder, store, options.disk, stopping, screen)
 
+        was_in = False
+
         async def take_part() -> bool:
             """Run the node until it ends; return whether it must start again."""
-            entering = asyncio.ensure_future(enter())
-            await asyncio.wait([entering, stopping], return_when=asyncio.FIRST_COMPLETED)
-            if not entering.done():
-                entering.cancel()
-                await asyncio.gather(entering, return_exceptions=True)
-                screen.say("stopped before the run was entered; the same command tries again")
-                return False
+            nonlocal was_in
             try:
-                membership = entering.result()
+                membership = await entered(enter, stopping, again=was_in)
             except RunIsOver as e:
                 screen.say(str(e))
                 await offer(e.info)
                 return False
+            if membership is None:
+                screen.say("stopped before the run was entered; the same command tries again")
+                return False
+            was_in = True
             key = membership.identity.key
             log.info("run %s (%s); this peer is %s%s", membership.spec.name, invite.run.short, key.short,
                      f' "{options.name}"' if options.name else "")  # fmt: skip
@@ -358,6 +361,33 @@ async def _join(options: JoinOptions, invite: Invite, settings: SettingsFile) ->
             if not watching.cancel():
                 watching.result()
         stopping.cancel()
+
+
+async def entered(
+    enter: Callable[[], Awaitable[Enrollment]], stopping: asyncio.Future[Any], *, again: bool
+) -> Enrollment | None:
+    """Enter the run; return None once `stopping` is done. Raises CairnError.
+
+    `again`: this process was in the run before. While nobody answers it tries again: a machine that slept may be
+    without its network for minutes.
+    """
+    from peer.node.enrollment import COORDINATOR_ABSENT
+
+    while not stopping.done():
+        entering = asyncio.ensure_future(enter())
+        await asyncio.wait([entering, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if not entering.done():
+            entering.cancel()
+            await asyncio.gather(entering, return_exceptions=True)
+            break
+        try:
+            return entering.result()
+        except COORDINATOR_ABSENT as e:
+            if not again:
+                raise
+            log.warning("%s. This peer was in the run: it tries again in %.0f s", e, AGAIN_SECONDS)
+        await asyncio.wait([stopping], timeout=AGAIN_SECONDS)
+    return None
 
 
 async def run_node(node: Node, screen: PeerScreen, stopping: asyncio.Future[Any], away: asyncio.Event) -> None:

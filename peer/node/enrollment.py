@@ -152,11 +152,11 @@ class Enrollment:
         return self
 
     def _go_on_without(self, absent: CairnError, found: DiscoveredRun | None) -> None:
-        """Go on while the coordinator is absent. Raises PeerError when that is impossible."""
+        """Go on while the coordinator is absent. Raises CoordinatorUnreachable when that is impossible."""
         if self.seconds_left() > 0:
             log.warning("%s. Going on with the admission of an earlier visit (%.1f h left)", absent, self.hours_left)
         elif found is None:
-            raise PeerError(
+            raise CoordinatorUnreachable(
                 f"{absent}. And without the coordinator this peer cannot enter: it has no valid admission, and no "
                 "member answers with which it could wait; try again when the coordinator is back"
             )
