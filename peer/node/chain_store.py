@@ -123,7 +123,7 @@ class ChainStore:
         if self._stored % SWEEP_EVERY == 0:
             # Rounds before the tree's first one were swept in their time; of those the tree knows nothing any more.
             first = chain.height(chain.root)
-            gone = self._store.drop_certificates(lambda round, digest: round >= first and digest not in chain)
+            gone = self._store.drop_certificates(lambda _, digest: digest not in chain, first=first)
             if gone:
                 log.info("%d certificates of branches that lost are removed from the store", gone)
 

@@ -99,21 +99,25 @@ class Store(BlobStore):
         """Return a certificate; None if it is not here, or damaged: then it is removed. Raises StoreError."""
         return _read_certificate(self.folder / "chain" / f"{round:013d}-{digest.hex()}", round)
 
-    def drop_certificates(self, unwanted: Callable[[Round, Digest], bool]) -> int:
-        """Remove the certificates whose round and record `unwanted` accepts; return their number."""
+    def drop_certificates(self, unwanted: Callable[[Round, Digest], bool], *, first: int = 0) -> int:
+        """Remove the certificates from round `first` on whose round and record `unwanted` accepts; return their number.
+
+        Those of earlier rounds, which may be very many, cost little time.
+        """
         with disk("removing old certificates"):
-            old = [path for path, round, digest in self._certificate_files() if unwanted(round, digest)]
+            old = [path for path, round, digest in self._certificate_files(first) if unwanted(round, digest)]
             for path in old:
                 remove(path)
             if old:
                 flush_folder(self.folder / "chain")
         return len(old)
 
-    def _certificate_files(self) -> list[tuple[Path, Round, Digest]]:
+    def _certificate_files(self, first: int = 0) -> list[tuple[Path, Round, Digest]]:
+        chain = self.folder / "chain"
         with disk("listing the certificates"):
-            files = sorted((self.folder / "chain").iterdir())
-        matches = [(file, m) for file in files if (m := _CERTIFICATE_NAME.fullmatch(file.name))]
-        return [(file, Round(int(m[1])), Digest.parse(m[2])) for file, m in matches]
+            names = sorted(name for name in os.listdir(chain) if name >= f"{first:013d}")
+        matches = [m for name in names if (m := _CERTIFICATE_NAME.fullmatch(name))]
+        return [(chain / m[0], Round(int(m[1])), Digest.parse(m[2])) for m in matches]
 
     # -- values ------------------------------------------------------------------------------------------------------
 

@@ -466,6 +466,7 @@ def test_certificates_come_back_in_the_order_of_rounds_with_both_sides_of_a_fork
         store.append_certificate(b"c1", Round(1), digest_of(1))
     with Store(tmp_path, BIG) as store:
         assert list(store.certificates()) == [b"c1", b"c1-other", b"c2", b"c3", b"c200"]
+        assert store.drop_certificates(lambda round, _: round < 3, first=3) == 0
         assert store.drop_certificates(lambda round, _: round < 3) == 3
         assert list(store.certificates()) == [b"c3", b"c200"]
 
