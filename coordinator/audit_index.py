@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from coordinator.ledger import CarriedReport, StatedDecision, StatedPardon
 from protocol.audit_findings import describe_failures
-from protocol.audit_penalties import AuditPenalties, AuditPenalty
+from protocol.audit_penalties import AuditPenalties, AuditPenalty, add_decision, add_pardon
 from protocol.audits import AuditRule
 from protocol.ids import Digest, PeerKey, Round
 from protocol.ledger.credits import RoundCredits
@@ -122,15 +122,16 @@ class AuditIndex:
         recent: RecentRounds,
     ) -> None:  # fmt: skip
         """Take over what the ledger holds of final records, oldest first; then follow the open rounds."""
-        self._penalties, self._final, self._reports = AuditPenalties(), (), []
+        penalties: dict[PeerKey, AuditPenalty] = {}
         by_update = _grouped(reports)
         cases: list[AuditCase] = []
         in_order = sorted((*pardons, *decisions), key=lambda s: s.stated)  # stable: a record's pardons come first
         for stated in in_order:
             if isinstance(stated, StatedPardon):
-                self._penalties = _pardon(self._penalties, stated, cases)
+                _pardon(penalties, stated, cases)
             else:
-                self._penalties = self._decide(self._penalties, stated, by_update, cases)
+                self._decide(penalties, stated, by_update, cases)
+        self._penalties = AuditPenalties(penalties)
         self._final = tuple(cases[-MAX_DECIDED:])
         self._reports = [report for group in by_update.values() for report in group]
         self.follow(recent)
@@ -146,21 +147,21 @@ class AuditIndex:
         oldest = recent.newest - self._hold_rounds
         self._reports = [r for r in self._reports if r.body.round >= oldest]
         by_update = _grouped(self._reports)
-        penalties, cases = self._penalties, list(self._final)
+        penalties, cases = dict(self._penalties.by_key), list(self._final)
         for credits in recent.open:
             for report in _carried(credits, recent):
                 by_update.setdefault((report.body.record, report.author), []).append(report)
             for pardon in credits.pardons:
-                penalties = _pardon(penalties, StatedPardon(credits.round, pardon), cases)
+                _pardon(penalties, StatedPardon(credits.round, pardon), cases)
             for decision in credits.decisions:
                 found = recent.update_of(decision.record, decision.author)
                 if found is not None:
                     stated = StatedDecision(credits.round, credits.record, *found, decision, None)
-                    penalties = self._decide(penalties, stated, by_update, cases)
+                    self._decide(penalties, stated, by_update, cases)
         for i, case in enumerate(cases):  # jurors may report after the decision
             if late := by_update.pop((case.record, case.author), ()):
                 cases[i] = replace(case, reports=(*case.reports, *late))
-        self.penalties = penalties
+        self.penalties = AuditPenalties(penalties)
         self.decided = tuple(reversed(cases[-MAX_DECIDED:]))
         self._convictions = {c.author: c for c in cases if c.is_conviction}
         failed = [_case(group) for group in by_update.values() if any(not r.body.passed for r in group)]
@@ -173,15 +174,15 @@ class AuditIndex:
         return stated is not None and case.round <= stated
 
     def _decide(
-        self, penalties: AuditPenalties, stated: StatedDecision,
+        self, penalties: dict[PeerKey, AuditPenalty], stated: StatedDecision,
         by_update: dict[tuple[Digest, PeerKey], list[CarriedReport]], cases: list[AuditCase],
-    ) -> AuditPenalties:  # fmt: skip
-        """Return the penalties after a decision, and note it in `cases`; its reports are taken out of `by_update`.
+    ) -> None:  # fmt: skip
+        """Add a decision to the penalties, and note it in `cases`; its reports are taken out of `by_update`.
 
         The second decision about an update adds those that it refutes to the case.
         """
         decision = stated.decision
-        after = penalties.after(decision, stated.stated, self._rule.bar_rounds)
+        add_decision(penalties, decision, stated.stated, self._rule.bar_rounds)
         oldest = stated.stated - self._hold_rounds
         for i in range(len(cases) - 1, -1, -1):
             case, first = cases[i], cases[i].outcome
@@ -190,21 +191,22 @@ class AuditIndex:
             if (case.record, case.author) == (decision.record, decision.author):
                 whole = replace(first.decision, refuted=decision.refuted)
                 cases[i] = replace(case, outcome=replace(first, decision=whole))
-                return after
+                return
         reports = tuple(by_update.pop((decision.record, decision.author), ()))
-        until = after.of(decision.author).barred_until if decision.convicted else Round(0)
+        until = penalties[decision.author].barred_until if decision.convicted else Round(0)
         cases.append(AuditCase(stated.round, decision.record, stated.update, decision.author, reports, stated, until))
-        return after
 
 
-def _pardon(penalties: AuditPenalties, stated: StatedPardon, cases: list[AuditCase]) -> AuditPenalties:
-    """Return the penalties after a pardon, and note it in the case that it is for, if it holds."""
-    after = penalties.pardoned([stated.pardon])
-    if after is not penalties:
-        for i, case in enumerate(cases):
-            if case.is_conviction and (case.author, case.stated) == (stated.pardon.peer, stated.pardon.round):
-                cases[i] = replace(case, pardoned_in=stated.stated)
-    return after
+def _pardon(penalties: dict[PeerKey, AuditPenalty], stated: StatedPardon, cases: list[AuditCase]) -> None:
+    """Add a pardon to the penalties, and note it in the case that it is for, if it holds."""
+    if not add_pardon(penalties, stated.pardon):
+        return
+    for i in range(len(cases) - 1, -1, -1):
+        case = cases[i]
+        if case.stated is None or case.stated < stated.pardon.round:
+            break  # those before are as old
+        if case.is_conviction and (case.author, case.stated) == (stated.pardon.peer, stated.pardon.round):
+            cases[i] = replace(case, pardoned_in=stated.stated)
 
 
 def _carried(credits: RoundCredits, recent: RecentRounds) -> list[CarriedReport]:

@@ -45,6 +45,12 @@ class IndexedChain:
         self.settled: Mapping[PeerKey, Balance] = {}
         """Credits of each peer past the hold, from `balances`."""
 
+        self.settled_micro_credits = 0
+        """Those of all peers together."""
+
+        self._held: dict[PeerKey, Balance] = {}
+        """Pending credits in posted rounds, from `balances`."""
+
         self.pending: Mapping[PeerKey, Balance] = {}
         """Credits of each peer in open rounds, and in posted rounds within the hold."""
 
@@ -140,9 +146,12 @@ class IndexedChain:
 
     def _set(self, balances: Mapping[PeerKey, PeerBalances], beyond: Sequence[RoundCredits]) -> None:
         """Change all balances at once: no reader may see a round both settled and pending."""
+        if balances is not self.balances:
+            self.settled = {p: b.settled for p, b in balances.items() if b.settled.rounds}
+            self.settled_micro_credits = sum(b.micro_credits for b in self.settled.values())
+            self._held = {p: b.pending for p, b in balances.items() if b.pending.rounds}
         self.balances, self.open = balances, tuple(beyond)
-        self.settled = {p: b.settled for p, b in balances.items() if b.settled.rounds}
-        held = {p: b.pending for p, b in balances.items() if b.pending.rounds}
+        held = dict(self._held)
         for peer, balance in sum_credits(self.open).items():
             held[peer] = held[peer].combined(balance) if peer in held else balance
         self.pending = held

@@ -192,7 +192,8 @@ class _Swarm:
         yield _by("cairn_state", "1 for the state that the swarm is in.", "state",
                   {h: float(h == o.health) for h in dict.fromkeys([*HEALTHS, o.health])})  # fmt: skip
         phases = CountOf(p.phase for p in o.peers)
-        yield _by("cairn_peers", "Peers by what they do.", "phase", {p: phases.pop(p, 0) for p in PHASES} | phases)
+        text = "Peers that are here or were lately, by what they do."
+        yield _by("cairn_peers", text, "phase", {p: phases.pop(p, 0) for p in PHASES} | phases)
         yield _by("cairn_micro_credits", "Micro-credits by whether they are final.", "status",
                   {"settled": o.settled, "pending": o.pending})  # fmt: skip
         active = {a.name for a in o.alerts}

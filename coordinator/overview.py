@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter as CountOf
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -139,6 +140,7 @@ class OverviewBuilder:
     resting_state: Callable[[], RestingState | None]
     rival: Callable[[], str]
     """Returns the address publisher's problem."""
+    monotonic: Callable[[], float] = time.monotonic
     _last_rounds: tuple[Digest | None, dict[PeerKey, RoundCredits]] = field(default=(None, {}), init=False)
     _rounds: dict[Digest, RoundOverview] = field(default_factory=dict, init=False)
     _round: int = field(default=-1, init=False)
@@ -151,18 +153,18 @@ class OverviewBuilder:
         head = chain.head
         training = chain.training_round
         if training != self._round or self._moved_at is None:
-            self._round, self._moved_at = training, now
+            self._round, self._moved_at = training, self.monotonic()
         peers = self._peers(now)
         working = [p for p in peers if p.phase in TRAINING_PHASES]
         if not working:
-            self._moved_at = now  # nobody can be late
+            self._moved_at = self.monotonic()  # nobody can be late
         points = chain.points(last=16)
         tokens = chain.progress
         goes_on = bool(working) and not is_total_reached(spec.total_tokens, tokens)
         rate = tokens_per_second(points, now) if self.indexer.caught_up and goes_on else 0.0
         loss = points[-1].loss if points else None
         due = self._next_round(working, head[1] if head else genesis_digest(self.spec.run_id), now)
-        health, message = self._health(working, training, tokens, loss, rate, due, now)
+        health, message = self._health(working, training, tokens, loss, rate, due)
         last = self.resting_state()
         if missing := self._missing_state(last, now):
             message += f"; {missing}"
@@ -186,7 +188,7 @@ class OverviewBuilder:
             training=len(working),
             peers=peers,
             rounds=self._round_views(newest),
-            settled=sum(b.micro_credits for b in chain.settled.values()),
+            settled=chain.settled_micro_credits,
             pending=sum(b.micro_credits for b in chain.pending.values()),
             final_round=chain.posted[0] if chain.posted else None,
             problem=self.indexer.problem or self.rival(),
@@ -234,7 +236,6 @@ class OverviewBuilder:
         loss: float | None,
         rate: float,
         due: float | None,
-        now: float,
     ) -> tuple[str, str]:
         chain, spec = self.chain, self.spec
         if problem := self.indexer.problem:
@@ -257,7 +258,7 @@ class OverviewBuilder:
         if not self.indexer.caught_up:
             return "catching up", f"{who}; the coordinator has read the chain up to round {training} and goes on"
         r = self.directives.round_policy
-        late = now - (self._moved_at or now)
+        late = 0.0 if self._moved_at is None else self.monotonic() - self._moved_at
         if late > r.max_seconds + r.exchange_seconds + r.patience_seconds:
             return "stalled", f"{who}, but round {training} has not ended for {duration(late)}: the peers' logs say why"
         newest = chain.newest(4)
@@ -302,20 +303,27 @@ class OverviewBuilder:
         return h.round < training - 2 or h.head not in recent
 
     def _peers(self, now: float) -> tuple[PeerOverview, ...]:
-        """Return every peer that was seen or has credits: training ones first, then by credits."""
+        """Return the peers that are here or were lately: training ones first, then by credits.
+
+        Those that are gone are listed while they have pending credits or a remembered round, or are barred or banned:
+        a long run has tens of thousands of others.
+        """
         chain = self.chain
         views, nothing = [], Balance()
         last_rounds, missing = self._rounds_of_peers()
         barred = [key for key, _ in chain.audits.bars(chain.training_round)]
-        for peer in dict.fromkeys([*self.registry.keys(), *chain.settled, *chain.pending, *barred]):
+        banned = filter(chain.has_credits, self.directives.bans)
+        for peer in dict.fromkeys([*self.registry.keys(), *chain.pending, *last_rounds, *barred, *banned]):
             known = self.registry.get(peer)
             phase = self._phase(peer, known, now)
+            last = last_rounds.get(peer)
+            if phase == "gone" and last is None and peer not in chain.pending:
+                continue
             heartbeat, since = (known.heartbeat, now - known.heard_at) if known else (None, 0.0)
             settled = chain.settled.get(peer, nothing).micro_credits
             pending = chain.pending.get(peer, nothing).micro_credits
             if phase in ("gone", "observing") and not settled + pending:
                 continue  # a gone peer without credits is no news, and an observer does not train
-            last = last_rounds.get(peer)
             if known is not None:
                 began = known.heard_at if phase in ("silent", "gone") else known.since
             elif began := self._certified_at(last):  # not here since the coordinator has started

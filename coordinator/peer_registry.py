@@ -57,6 +57,8 @@ class PeerRegistry:
         for peer in self._known.keys() - heartbeats.keys():
             if (known := self._known[peer]).heartbeat.unreachable:  # kilobytes, and no news of a peer that is away
                 self._known[peer] = replace(known, heartbeat=replace(known.heartbeat, unreachable=()))
+            if (known := self._known[peer]).heard_at > now:  # the clock was set back
+                self._known[peer] = replace(known, heard_at=now)
         if (many := len(self._known) - MAX_PEERS) > 0:
             for peer in heapq.nsmallest(many, self._known, key=lambda p: self._known[p].heard_at):
                 del self._known[peer]
@@ -84,7 +86,7 @@ def _next(before: TrackedPeer | None, heartbeat: Heartbeat, heard_at: float, awa
     same = _kind(before.heartbeat.phase) == _kind(heartbeat.phase)
     since = before.since if same else heard_at
     up, down, at, last = before.up_per_second, before.down_per_second, before.counted_at, before.counted
-    if counted < last or heard_at - at >= RATE_SECONDS:
+    if counted < last or not 0 <= heard_at - at < RATE_SECONDS:  # below 0: the clock was set back
         elapsed = heard_at - at
         if elapsed > 0 and counted[0] >= last[0] and counted[1] >= last[1]:
             up, down = (counted[0] - last[0]) / elapsed, (counted[1] - last[1]) / elapsed

@@ -93,6 +93,7 @@ class Coordinator:
     def __init__(
         self, config: CoordinatorConfig, spec: RunSpec, spec_envelope: bytes, owner: Identity, view: SwarmView,
         archiver: CheckpointArchiver, *, now: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
     ):  # fmt: skip
         if owner.key != spec.owner_key:
             raise CoordinatorError(
@@ -106,6 +107,7 @@ class Coordinator:
         self._view = view
         self._archiver = archiver
         self._now = now
+        self._monotonic = monotonic
         self._news = asyncio.Event()
         self._credit_news = asyncio.Event()
         self.ledger = ledger = LedgerThread()
@@ -143,7 +145,7 @@ class Coordinator:
         self._builder = OverviewBuilder(
             spec, chain, indexer, directives, self.peers, self.observations, self.admitter.name_of,
             lambda: self._watcher.active, lambda: view.updates_problem, view.resting_state,
-            lambda: self._publisher.problem,
+            lambda: self._publisher.problem, monotonic,
         )  # fmt: skip
         self._metrics = Metrics(MetricSources(
             overview=self.overview, viewers=lambda: len(self.feed), folder=config.folder,
@@ -170,7 +172,7 @@ class Coordinator:
         self._tasks: list[asyncio.Task[None]] = []
         self._overview: tuple[float, Overview] | None = None
         self._overview_seconds = 0.25
-        self._began = time.monotonic()  # the wall clock may be set while this runs
+        self._began = monotonic()  # the wall clock may be set while this runs
         self.fingerprint: Digest | None = None
         self.grpc_port = 0
         self.page_port = 0
@@ -212,7 +214,7 @@ class Coordinator:
             self._service, self._health, self._metrics.counted, certificate, c.listen_host, c.listen_port
         )  # fmt: skip
         self.page_port = await self._page.start(c.page_host, c.page_port)
-        self._began = time.monotonic()
+        self._began = self._monotonic()
         await self._watcher.start()
         for name, work in {
             "publisher": self._publish_forever, "credits": self.credits.run, "admissions": self._tend_admissions,
@@ -304,7 +306,7 @@ class Coordinator:
         o, now, r = self.overview(), self._now(), self.directives.round_policy
         disk = disk_usage(self._config.folder)
         return AlertInput(
-            time=now, up=time.monotonic() - self._began, health=o.health, message=o.message, problem=o.problem,
+            time=now, up=self._monotonic() - self._began, health=o.health, message=o.message, problem=o.problem,
             caught_up=self.indexer.caught_up, round=o.round,
             round_limit=r.max_seconds + r.exchange_seconds + r.patience_seconds,
             losses=tuple(x.credits.loss for x in o.rounds), training=o.training, diverged=o.diverged,

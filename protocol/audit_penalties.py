@@ -42,35 +42,16 @@ class AuditPenalties:
         return self.by_key.get(key, _NO_PENALTY)
 
     def after(self, decision: AuditDecision, round_: Round, bar_rounds: int) -> AuditPenalties:
-        """Return the penalties after a decision that a record of a round states.
-
-        A conviction bars from the next round on: the first for `bar_rounds`, each one after it for twice as long
-        as the last. Several in one record count as one.
-        """
-        found, following = dict(self.by_key), Round(round_ + 1)
-        for key in decision.refuted:
-            old = self.of(key)
-            found[key] = replace(old, stakeless_until=following)
-        if decision.convicted:
-            old = found.get(decision.author, _NO_PENALTY)
-            is_new = round_ >= old.barred_until
-            count = old.convictions + is_new
-            until = following + bar_rounds * 2 ** min(count - 1, MAX_DOUBLINGS) if is_new else old.barred_until
-            found[decision.author] = AuditPenalty(following, count, Round(until), round_)
+        """Return the penalties after a decision that a record of a round states (`add_decision`)."""
+        found = dict(self.by_key)
+        add_decision(found, decision, round_, bar_rounds)
         return AuditPenalties(found)
 
     def pardoned(self, pardons: Iterable[Pardon]) -> AuditPenalties:
-        """Return the penalties after pardons that a record carries, before its decisions.
-
-        A pardon holds if it names the newest conviction of its peer: the bar ends, and the next one is no longer for
-        this conviction. Other pardons change nothing: it is safe to repeat one on the same branch.
-        """
-        lifted = {
-            p.peer: AuditPenalty(old.stakeless_until, old.convictions - 1)
-            for p in pardons
-            if (old := self.of(p.peer)).barred_until and old.convicted_in == p.round
-        }
-        return AuditPenalties({**self.by_key, **lifted}) if lifted else self
+        """Return the penalties after pardons that a record carries, before its decisions (`add_pardon`)."""
+        found = dict(self.by_key)
+        held = [add_pardon(found, pardon) for pardon in pardons]
+        return AuditPenalties(found) if any(held) else self
 
     def is_barred(self, key: PeerKey, round_: Round) -> bool:
         """Return whether no record of a round may list an update of this key."""
@@ -79,3 +60,33 @@ class AuditPenalties:
     def is_stake(self, key: PeerKey, round_: Round) -> bool:
         """Return whether what a key contributed to a round may count as its stake."""
         return round_ >= self.of(key).stakeless_until
+
+
+def add_decision(found: dict[PeerKey, AuditPenalty], decision: AuditDecision, round_: Round, bar_rounds: int) -> None:
+    """Change the penalties by key as a decision does that a record of a round states.
+
+    A conviction bars from the next round on: the first for `bar_rounds`, each one after it for twice as long as the
+    last. Several in one record count as one.
+    """
+    following = Round(round_ + 1)
+    for key in decision.refuted:
+        found[key] = replace(found.get(key, _NO_PENALTY), stakeless_until=following)
+    if decision.convicted:
+        old = found.get(decision.author, _NO_PENALTY)
+        is_new = round_ >= old.barred_until
+        count = old.convictions + is_new
+        until = following + bar_rounds * 2 ** min(count - 1, MAX_DOUBLINGS) if is_new else old.barred_until
+        found[decision.author] = AuditPenalty(following, count, Round(until), round_)
+
+
+def add_pardon(found: dict[PeerKey, AuditPenalty], pardon: Pardon) -> bool:
+    """Change the penalties by key as a pardon does, and return whether it holds.
+
+    It holds if it names the newest conviction of its peer: the bar ends, and the next one is no longer for this
+    conviction. Other pardons change nothing: it is safe to repeat one on the same branch.
+    """
+    old = found.get(pardon.peer, _NO_PENALTY)
+    if not old.barred_until or old.convicted_in != pardon.round:
+        return False
+    found[pardon.peer] = AuditPenalty(old.stakeless_until, old.convictions - 1)
+    return True

@@ -18,6 +18,9 @@ SNAPSHOT_EVERY = 32
 HISTORY_BYTES = 128
 """Memory that an author costs in a snapshot, about: its place in a dict. Anybody can make keys."""
 
+PENALTY_BYTES = 64
+"""Memory that a penalized key costs in each record that changes penalties, about: all share what the dict refers to."""
+
 DECODED = 5
 """Memory of a certificate as a multiple of its bytes, about: 4.5 was measured with 256 contributors."""
 
@@ -105,8 +108,11 @@ class RecordNode:
 
     @property
     def memory(self) -> int:
-        """Bytes that it costs, about: its certificate, and the histories of a snapshot."""
-        return DECODED * self.size + (HISTORY_BYTES * len(self.histories) if self.is_snapshot else 0)
+        """Bytes that it costs, about: its certificate, the histories of a snapshot, and penalties that it changes."""
+        total = DECODED * self.size + (HISTORY_BYTES * len(self.histories) if self.is_snapshot else 0)
+        if self.parent is not None and self.penalties is not self.parent.penalties:
+            total += PENALTY_BYTES * len(self.penalties.by_key)
+        return total
 
     def branch(self) -> Iterator[RecordNode]:
         """Yield the node, its parent, and so on to the root."""

@@ -32,6 +32,7 @@ DISK_SHARE, DISK_BYTES = 0.05, 20 * 10**9
 OVER = ("finished", "ended", "paused")
 
 Memory = dict[str, Any]
+"""Under "since" and "at" it has unix seconds, which the tracker moves when the clock is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +147,9 @@ def peers(memory: Memory, s: AlertInput) -> str | None:
             memory.clear()
             return ""
         return f"{s.training} peers train{resting}, of {was}"
-    # The maximum of each minute: ten numbers, at any rate of checks.
-    seen = {m: n for m, n in memory.get("seen", {}).items() if int(m) * 60 > s.time - DROP_SECONDS}
-    minute = str(int(s.time // 60))
+    # The maximum of each minute since the start: ten numbers, at any rate of checks.
+    seen = {m: n for m, n in memory.get("seen", {}).items() if int(m) * 60 > s.up - DROP_SECONDS}
+    minute = str(int(s.up // 60))
     seen[minute] = max(seen.get(minute, 0), there)
     memory["seen"] = seen
     was = max(seen.values())

@@ -1,5 +1,8 @@
 """Tracks active alerts, and the events that each webhook has still to receive. Stored as one JSON.
 
+Durations do not depend on how the clock is set meanwhile: all times move with it. Times from before a restart are at
+most now.
+
 Strangers can make the cause of an alert come and go. So an alert that fires again within a day of its end is sent at
 once, but resolved later: each time its cause must be gone for longer.
 """
@@ -9,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from coordinator.alerts.rules import OVER, RULES, AlertInput, AlertRule, Memory
@@ -26,6 +29,9 @@ CLEAR_SECONDS = (0.0, 3600.0, 4 * 3600.0, 16 * 3600.0, AGAIN_SECONDS)
 
 MAX_WAITING = 64
 """Maximum number of undelivered events for a webhook; the oldest is dropped first."""
+
+SET_SECONDS = 1.0
+"""Seconds by which a clock is set at least; what is less may be its own gait."""
 
 KEEP_SECONDS = 86_400.0
 """Seconds after which an undelivered event is dropped."""
@@ -85,6 +91,8 @@ class AlertTracker:
         self._waiting: dict[str, list[AlertEvent]] = {hook: [] for hook in hooks}
         self._on_dropped = on_dropped
         self._faulty: set[str] = set()
+        self._started_at: float | None = None
+        """When the coordinator started, by the clock as it was set last."""
         if saved and saved.get("form") == FORM:
             for name, state in saved["rules"].items():
                 if name in self._states:
@@ -115,6 +123,7 @@ class AlertTracker:
 
         A fault of a rule is logged once, and the others are applied.
         """
+        self._follow_clock(seen)
         events: list[AlertEvent] = []
         for rule in RULES:
             try:
@@ -133,6 +142,26 @@ class AlertTracker:
                 self._on_dropped()
             waiting[:] = fresh
         return events
+
+    def _follow_clock(self, seen: AlertInput) -> None:
+        """Move all times with a clock that was set; after a restart, to at most now."""
+        started_at, before = seen.time - seen.up, self._started_at
+        if before is None:
+            self._started_at = started_at
+            self._move_times(lambda at: min(at, seen.time))
+        elif abs(started_at - before) > SET_SECONDS:
+            self._started_at = started_at
+            self._move_times(lambda at: at + started_at - before)
+
+    def _move_times(self, moved: Callable[[float], float]) -> None:
+        for s in self._states.values():
+            s.wrong_since, s.right_since, s.since = (
+                None if at is None else moved(at) for at in (s.wrong_since, s.right_since, s.since)
+            )
+            s.sent_at, s.ended_at = moved(s.sent_at), moved(s.ended_at)
+            s.memory.update({name: moved(s.memory[name]) for name in ("since", "at") if name in s.memory})
+        for waiting in self._waiting.values():
+            waiting[:] = [replace(e, since=moved(e.since), time=moved(e.time)) for e in waiting]
 
     def _judge(self, rule: AlertRule, s: _State, seen: AlertInput) -> Iterator[AlertEvent]:
         now, rests = seen.time, rule.rests and seen.health in OVER
@@ -173,8 +202,8 @@ class AlertTracker:
 
     def done(self, hook: str, event: AlertEvent) -> None:
         """Remove an event: it was received, or never will be."""
-        if event in self._waiting[hook]:
-            self._waiting[hook].remove(event)
+        waiting = self._waiting[hook]
+        waiting[:] = [e for e in waiting if e.id != event.id]
 
 
 def back_off(failures: int) -> float:

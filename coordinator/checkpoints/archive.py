@@ -20,7 +20,6 @@ import base64
 import binascii
 import contextlib
 import errno
-import functools
 import json
 import logging
 import os
@@ -131,6 +130,8 @@ class Archive:
 
         self._open: Counter[Path] = Counter()
         self._left = _read_left(folder / LEFT)
+        self._read: dict[Path, tuple[tuple[int, int, int], ArchivedState | None]] = {}
+        """The manifests as all were read last, each with a mark that changes with the file."""
 
     def add(
         self, checkpoint: Path, tokenizer: Path, *, round: int, state: Digest, record: Digest, tokens: int,
@@ -197,13 +198,14 @@ class Archive:
 
     def all(self) -> list[ArchivedState]:
         """Return the archived states, oldest first."""
-        found = []
+        before, read = self._read, {}
         for folder in self.folder.glob("round-*"):
             with contextlib.suppress(OSError):
                 s = (folder / MANIFEST).stat()
-                a = _read_once(folder, (s.st_ino, s.st_mtime_ns, s.st_size))
-                if a is not None and a.run == self._run:
-                    found.append(a)
+                mark, known = (s.st_ino, s.st_mtime_ns, s.st_size), before.get(folder)
+                read[folder] = known if known is not None and known[0] == mark else (mark, read_manifest(folder))
+        self._read = read
+        found = [a for _, a in read.values() if a is not None and a.run == self._run]
         return sorted(found, key=lambda a: a.round)
 
     def holds(self, archived: ArchivedState) -> bool:
@@ -328,12 +330,6 @@ def read_manifest(folder: Path) -> ArchivedState | None:
         return parse_manifest(folder, read_regular(folder / MANIFEST, MAX_MANIFEST))
     except OSError:
         return None
-
-
-@functools.lru_cache(maxsize=4096)
-def _read_once(folder: Path, mark: tuple[int, int, int]) -> ArchivedState | None:
-    """Return what the manifest says; `mark` changes with the file."""
-    return read_manifest(folder)
 
 
 def parse_manifest(folder: Path, data: bytes) -> ArchivedState | None:

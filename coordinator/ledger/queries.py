@@ -29,6 +29,9 @@ BALANCES = tuple(
 MAX_OPEN = 1000
 """Oldest rounds that are not final whose verdicts are read: nothing settles before they are final."""
 
+MAX_ASKED = 500
+"""Peers that one statement asks about."""
+
 _END = 2**62
 
 _EARNED_HOUR = "CASE WHEN r.seen_at * 1000 < r.time THEN CAST(r.seen_at * 1000 AS BIGINT) ELSE r.time END / 3600000"
@@ -189,7 +192,15 @@ class LedgerQueries:
         For peers in none it is when they were first admitted, or what `admitted_at` returns for one whose admission was
         forgotten. Times are unix seconds, as observed here; peers that were only seen by others are left out.
         """
-        seen = dict(self._db.query("SELECT p.peer, s.last_at FROM balances s JOIN peers p ON p.id = s.peer"))
+        seen: dict[bytes, float | None] = {}
+        keys = [bytes(peer) for peer in admitted_at]
+        for i in range(0, len(keys), MAX_ASKED):
+            some = keys[i : i + MAX_ASKED]
+            seen |= self._db.query(
+                "SELECT p.peer, s.last_at FROM balances s JOIN peers p ON p.id = s.peer "
+                f"WHERE p.peer IN ({', '.join('?' * len(some))})",
+                some,
+            )
         found = {}
         for peer, otherwise in admitted_at.items():
             if bytes(peer) in seen:

@@ -64,6 +64,8 @@ class Ledger(LedgerQueries):
         self._now = now
         self._grouped = False
         self._fold: CreditFold | None = None
+        self._fold_changes = 0
+        """How often the fold was changed: after a failure it may differ from the database if it was since."""
         self._ids: dict[PeerKey, int] = {}
         super().__init__(connect(where, spec, reader=reader), CreditRule.of(spec))
         try:
@@ -91,23 +93,27 @@ class Ledger(LedgerQueries):
     def group(self) -> Iterator[None]:
         """Put everything within into one transaction: it is on disk when the context ends without an error."""
         try:
-            with self._db.transaction():
+            with self._fold_as_stored(), self._db.transaction():
                 self._grouped = True
                 yield
-        except BaseException:
-            self._fold = None
-            raise
         finally:
             self._grouped = False
 
     @contextmanager
     def part(self) -> Iterator[None]:
         """Make a section of a group that fails by itself."""
+        with self._fold_as_stored(), self._db.savepoint():
+            yield
+
+    @contextmanager
+    def _fold_as_stored(self) -> Iterator[None]:
+        """Forget the fold after an error if it was changed within: the database has taken that back."""
+        before = self._fold_changes
         try:
-            with self._db.savepoint():
-                yield
+            yield
         except BaseException:
-            self._fold = None
+            if self._fold_changes != before:
+                self._fold = None
             raise
 
     @property
@@ -118,19 +124,17 @@ class Ledger(LedgerQueries):
     @contextmanager
     def _writing(self) -> Iterator[None]:
         try:
-            with self._db.savepoint() if self._grouped else self._db.transaction():
+            with self._fold_as_stored(), self._db.savepoint() if self._grouped else self._db.transaction():
                 yield
-        except BaseException as e:
-            self._fold = None  # it may differ from the database
-            if isinstance(e, LedgerRuleError):
-                raise LedgerConflictError(f"{e}. Credits stand as they are in {self.where}") from e
-            raise
+        except LedgerRuleError as e:
+            raise LedgerConflictError(f"{e}. Credits stand as they are in {self.where}") from e
 
     def _current(self) -> CreditFold:
         """Return the fold, which is read again if another process has written meanwhile, or commits were lost."""
         if self._fold is None or (self._fold.count, self._fold.epoch) != (self.size(), self.epoch()):
-            self._fold = self.read_fold(self.run)
+            fold = self.read_fold(self.run)
             self._ids = {PeerKey(bytes(key)): n for n, key in self._db.query("SELECT id, peer FROM peers")}
+            self._fold = fold
         return self._fold
 
     # -- the index -------------------------------------------------------------------------------------------
@@ -150,6 +154,7 @@ class Ledger(LedgerQueries):
                 self._check_same(credits, fold)
                 return False
             epoch = fold.epoch
+            self._fold_changes += 1
             step = fold.add(credits)
             if fold.epoch != epoch:
                 self._cut_branch(credits.round, fold.epoch)
@@ -272,6 +277,7 @@ class Ledger(LedgerQueries):
         """
         with self._writing():
             fold = self._current()
+            self._fold_changes += 1
             if not fold.roll_back(rollback):
                 return False
             self._cut_branch(rollback.round, rollback.epoch)

@@ -161,8 +161,12 @@ ENDPOINTS: tuple[ApiEndpoint, ...] = (
     ),
     ApiEndpoint(
         "/api/peers",
-        "Peers: sorted, filtered and paged by the server",
-        s.of({"total": s.COUNT, "matching": s.COUNT, "offset": s.COUNT, "peers": s.many(s.PEER)}),
+        "Peers that are here or were lately: sorted, filtered and paged by the server",
+        s.of(
+            {"total": s.COUNT, "matching": s.COUNT, "offset": s.COUNT, "peers": s.many(s.PEER)},
+            description="`total`: all that are listed. A peer that is gone is listed while its credit is pending, one "
+            "of the newest rounds has its work, or it is barred or banned. The leaderboard has all that have earned.",
+        ),
         lambda source, sort, order, q, offset, limit: source.peers(sort, order == "down", q, offset, limit),
         (
             Parameter("sort", "sort key", "state", choices=SORTS),

@@ -223,7 +223,7 @@ _STATE: dict[str, Any] = {
 EVENT = of(_STATE, description="The state, as a message and in numbers.")
 STATUS = of(
     _STATE | {"peers": many(PEER), "rounds": many(ROUND_ROW)},
-    description="The state, and the first page of peers and of rounds.",
+    description="The state, and the first page of peers and of rounds. `peers_total`: those that /api/peers lists.",
 )
 
 _SETTINGS: Schema = {"type": "object"}

@@ -135,6 +135,7 @@ class World:
                     self.swarm,
                     make_archiver(spec, self.folder, self.swarm),
                     now=self.clock,
+                    monotonic=self.clock,
                 )
             await made.start()
             return made

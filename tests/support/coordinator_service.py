@@ -28,12 +28,14 @@ SPEC = make_spec()
 
 
 @asynccontextmanager
-async def running(tmp_path, spec=SPEC, swarm=None, now=time.time, **config):
+async def running(tmp_path, spec=SPEC, swarm=None, now=time.time, monotonic=None, **config):
+    """Run a coordinator; the time of `now` passes in `monotonic` too, if there is none."""
+    monotonic = monotonic or (time.monotonic if now is time.time else now)
     swarm = swarm or FakeSwarm(spec)
     places = dict(listen_host="127.0.0.1", listen_port=0, page_host="127.0.0.1", page_port=0)
     coordinator = Coordinator(
         CoordinatorConfig(tmp_path, **(places | config)), spec, sign_spec(OWNER, spec).encoded, OWNER, swarm,
-        make_archiver(spec, tmp_path, swarm), now=now,
+        make_archiver(spec, tmp_path, swarm), now=now, monotonic=monotonic,
     )  # fmt: skip
     await coordinator.start()
     try:

@@ -1,4 +1,4 @@
-"""A peer that was in a run enters it again whatever its network does meanwhile; one that was not is told at once."""
+"""A peer that was in a run enters it again whatever its network does meanwhile; for others the error is final."""
 
 from __future__ import annotations
 

@@ -24,8 +24,9 @@ GOOD = AlertInput(
 class World:
     """Looks at sights, ten seconds apart, and remembers what happened."""
 
-    def __init__(self, hooks=("a",)):
+    def __init__(self, hooks=("a",), up=GOOD.up):
         self.hooks = hooks
+        self.up = up
         self.dropped = 0
         self.journal = AlertTracker(hooks, on_dropped=self.drop)
         self.time = GOOD.time
@@ -35,7 +36,8 @@ class World:
         seen = []
         for _ in range(count):
             self.time += seconds
-            sight = replace(GOOD, time=self.time, round=self.round, **changes)
+            self.up += seconds
+            sight = replace(GOOD, time=self.time, up=self.up, round=self.round, **changes)
             seen += [(e.name, e.kind) for e in self.journal.update(sight)]
         return seen
 
@@ -49,7 +51,8 @@ class World:
     def drop(self) -> None:
         self.dropped += 1
 
-    def restart(self) -> None:
+    def restart(self, **changes) -> None:
+        self.up = changes.get("up", self.up)
         self.journal = AlertTracker(self.hooks, json.loads(json.dumps(self.journal.to_json())))
 
 
@@ -176,12 +179,12 @@ def test_a_restart_neither_repeats_nor_loses_nor_ends_an_alert(name):
     fired = world.look(30, seconds=7, **bad)
     assert (name, "fired") in fired
     since = world.journal.active[0].since
-    world.restart()
+    world.restart(up=0)
     # Just after the start no message has arrived, and the chain is not read.
-    nothing = {"up": 5.0, "training": 0, "caught_up": False, "health": "idle"} | bad
+    nothing = {"training": 0, "caught_up": False, "health": "idle"} | bad
     assert world.look(2, **nothing) == []
     assert (world.journal.active[0].name, world.journal.active[0].since) == (name, since)
-    assert world.look(5, seconds=7, **bad) == []
+    assert world.look(2, seconds=STARTUP_SECONDS, **bad) + world.look(5, seconds=7, **bad) == []
     assert (name, "resolved") in world.good_rounds(5)
 
 
@@ -189,13 +192,44 @@ def test_a_restart_neither_repeats_nor_loses_nor_ends_an_alert(name):
     ("name", "bad"), [("digests", BAD["digests"]), ("chain", {"health": "split", "message": "there are two chains"})]
 )
 def test_what_peers_say_just_after_a_start_is_no_alert(name, bad):
-    world, bad = World(), bad | {"round_limit": 1e4}
-    assert world.look(30, up=STARTUP_SECONDS - 1, **bad) == []
-    assert world.look(30, up=STARTUP_SECONDS, **bad) == [(name, "fired")]
+    world, bad = World(up=0), bad | {"round_limit": 1e4}
+    assert world.look(119, seconds=STARTUP_SECONDS / 120, **bad) == []
+    assert world.look(30, **bad) == [(name, "fired")]
 
 
 def test_a_chain_that_is_not_followed_is_told_just_after_a_start_too():
-    assert World().look(10, up=1.0, **BAD["chain"]) == [("chain", "fired")]
+    assert World(up=0).look(10, **BAD["chain"]) == [("chain", "fired")]
+
+
+@pytest.mark.parametrize("days", [-1, 1])
+def test_a_clock_that_is_set_neither_delays_nor_fires_an_alert(days):
+    usual, world = World(), World()
+    for each in (usual, world):
+        assert each.good_rounds() + each.look(5) == []
+    world.time += days * 86_400
+    for _ in range(20):
+        assert world.look() == usual.look()
+    (alert,), (same,) = world.journal.active, usual.journal.active
+    assert alert.name == "stalled" and world.time - alert.since == usual.time - same.since
+
+
+def test_a_clock_that_is_set_drops_no_event_and_makes_no_other_of_it():
+    world = World()
+    world.look(**BAD["disk"])
+    event = world.journal.next_for("a")
+    world.time += 2 * KEEP_SECONDS
+    world.look(**BAD["disk"])
+    assert world.journal.next_for("a") == replace(event, since=world.time - 10, time=world.time - 10)
+    world.journal.done("a", event)
+    assert world.journal.next_for("a") is None and not world.dropped
+
+
+def test_a_clock_that_is_set_back_while_the_coordinator_restarts_delays_no_alert():
+    world = World()
+    assert world.good_rounds() + world.look(5) == []
+    world.time -= 86_400
+    world.restart()
+    assert world.look(12) == [("stalled", "fired")]
 
 
 @pytest.mark.parametrize("bad", [{"diverged": ("eve",)}, {"training": 6}])

@@ -134,9 +134,24 @@ async def test_a_real_spike_a_stall_and_a_full_disk_are_told_by_webhook_and_show
 
 async def test_a_clock_that_was_ahead_at_the_start_silences_no_alert(tmp_path):
     clock = [time.time() + 86_400]
-    async with running(tmp_path, SPEC, now=lambda: clock[0]) as (c, _):
+    async with running(tmp_path, SPEC, now=lambda: clock[0], monotonic=time.monotonic) as (c, _):
         clock[0] -= 86_400
         assert 0 <= c.alert_input().up < 3600
+
+
+async def test_a_clock_that_is_set_makes_no_round_late_and_none_early(tmp_path):
+    clock, passed = [time.time()], [0.0]
+    async with running(tmp_path, SPEC, now=lambda: clock[0], monotonic=lambda: passed[0]) as (c, swarm):
+
+        def health_after(seconds: float, set_by: float) -> str:
+            clock[0] += seconds + set_by
+            passed[0] += seconds
+            swarm.beat(0)
+            return c.overview().health
+
+        await until(lambda: c.indexer.caught_up, "the coordinator has read the chain")
+        assert [health_after(1, 0), health_after(1, 86_400)] == ["healthy"] * 2
+        assert [health_after(1, -86_400), health_after(4000, 0)] == ["healthy", "stalled"]
 
 
 @pytest.mark.parametrize("order", ["paused", "ended"])

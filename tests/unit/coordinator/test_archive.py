@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from coordinator.checkpoints.archive import LEFT, Archive, ArchivedState, read_manifest
+from coordinator.checkpoints.archive import LEFT, MANIFEST, Archive, ArchivedState, read_manifest
 from coordinator.checkpoints.evaluation import load_archived, measure
 from coordinator.checkpoints.retention import RetentionPolicy
 from coordinator.errors import CoordinatorError
@@ -70,6 +70,22 @@ def test_another_state_of_the_same_round_takes_the_place_of_the_one_of_a_branch_
     world.add(5)
     world.add(5, of=digest("other"))
     assert [a.state for a in world.archive.all()] == [digest("other")]
+
+
+def test_each_manifest_is_read_once_however_many_states_there_are(world: World, monkeypatch):
+    read: list[Path] = []
+    monkeypatch.setattr(
+        "coordinator.checkpoints.archive.read_manifest", lambda folder: read.append(folder) or read_manifest(folder)
+    )
+    manifest = json.loads((world.add(0).folder / MANIFEST).read_bytes())
+    for round_ in range(1, 4200):
+        folder = world.archive.folder / f"round-{round_:06d}"
+        folder.mkdir()
+        (folder / MANIFEST).write_text(json.dumps(manifest | {"round": round_}))
+    assert len(world.archive.all()) == 4200
+    (folder / MANIFEST).write_text(json.dumps(manifest | {"round": round_, "tokens": 77777}))
+    read.clear()
+    assert world.archive.all()[-1].tokens == 77777 and read == [folder]
 
 
 def test_a_restart_does_not_forget_whose_copies_are_to_be_deleted(world: World):

@@ -101,7 +101,7 @@ async def test_pending_credits_follow_the_chain_when_it_turns_and_settled_ones_s
     async with following(swarm, tmp_path) as (f, until):
         rounds(swarm, DEPTH + 1)
         await until(lambda: f.posted is not None)
-        settled = dict(f.settled)
+        held, settled = f.settled, dict(f.settled)
         other = swarm.chain.fork(1)
         for _ in range(DEPTH):
             other.add({5: 5000})
@@ -109,6 +109,7 @@ async def test_pending_credits_follow_the_chain_when_it_turns_and_settled_ones_s
         await until(lambda: peer(5).key in f.pending)
         assert set(f.pending) == {peer(5).key}
         assert f.settled == settled
+        assert f.settled is held, "an open round costs no pass over all keys that ever earned"
 
 
 async def test_a_coordinator_that_was_away_catches_up_and_counts_every_round_once(tmp_path):

@@ -9,9 +9,10 @@ import pytest
 from coordinator.audit_index import AuditIndex, RecentRounds
 from coordinator.credits.receipts import void_reason
 from coordinator.indexed_chain import IndexedChain
-from coordinator.ledger import Ledger, StatedPardon
+from coordinator.ledger import Ledger, StatedDecision, StatedPardon
+from protocol.audit_penalties import AuditPenalties
 from protocol.audits import AuditRule
-from protocol.ids import Round
+from protocol.ids import Digest, Round, sha256
 from protocol.ledger.credits import CreditRule, credits_of
 from protocol.message_codec import KeySigner
 from protocol.messages import AuditDecision, Certificate, Directive, Pardon, Rollback, Score, Verdict
@@ -199,3 +200,20 @@ def test_a_decision_of_rounds_that_were_rolled_back_is_not_of_the_branch(story):
     assert story.ledger.rollback(back)
     assert story.ledger.decisions() == [] and story.reports() == []
     assert story.ledger.history_of(peer(LIAR).key)[-1].status == "voided", "issued credit stays as it is"
+
+
+def test_a_restart_does_not_copy_all_penalties_for_each_decision_and_pardon(monkeypatch):
+    made, make = [], AuditPenalties.__init__
+    monkeypatch.setattr(AuditPenalties, "__init__", lambda self, *given: made.append(1) or make(self, *given))
+    names = [Digest(sha256(b"record", bytes([n]))) for n in range(40)]
+    decisions = [
+        StatedDecision(Round(n + 1), name, Round(n), name, AuditDecision(name, peer(n).key, True), 0)
+        for n, name in enumerate(names)
+    ]
+    pardons = [StatedPardon(Round(n + 5), Pardon(peer(n).key, Round(n + 1))) for n in range(0, 40, 2)]
+    index = AuditIndex(AuditRule(), 3)
+    made.clear()
+    index.restore(decisions, pardons, (), RecentRounds((), {}, 60))
+    assert len(made) <= 2
+    assert {key for key, _ in index.bars(50)} == {peer(n).key for n in range(1, 40, 2)}
+    assert {c.author for c in index.decided if c.pardoned_in is not None} == {peer(n).key for n in range(0, 40, 2)}

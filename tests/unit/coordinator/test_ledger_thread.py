@@ -95,6 +95,38 @@ async def test_one_that_fails_takes_no_other_with_it(thread: LedgerThread):
     assert await thread.run(lambda db: db.check()) == []
 
 
+async def test_the_fold_is_read_again_only_after_a_failure_that_may_have_changed_it(thread: LedgerThread, monkeypatch):
+    rounds, reads, read = make_credits(3), [], Ledger.read_fold
+    monkeypatch.setattr(Ledger, "read_fold", lambda self, run: reads.append(run) or read(self, run))
+    assert await thread.run(lambda db: db.post(rounds[0])) and len(reads) == 1
+
+    async def fails(work: Callable[[Ledger], object]) -> None:
+        with pytest.raises(ZeroDivisionError):
+            await thread.run(lambda db: (work(db), 1 / 0))
+
+    await fails(lambda db: db.add_admission(admitted(1)))
+    await fails(lambda db: db.current_balances())
+    assert await thread.run(lambda db: db.post(rounds[1])) and len(reads) == 1
+    await fails(lambda db: db.post(rounds[2]))
+    assert await thread.run(lambda db: db.post(rounds[2])) and len(reads) == 2
+    assert await thread.run(lambda db: db.check()) == []
+
+
+async def test_only_the_balances_of_those_asked_for_are_read(thread: LedgerThread, monkeypatch):
+    read: list[int] = []
+    rounds = make_credits(2)
+    for credits in rounds:
+        await thread.run(lambda db, c=credits: db.note_first_seen(c.record, c.round, 1000.0))
+        await thread.run(lambda db, c=credits: db.post(c))
+    before_each_query(monkeypatch, lambda query, sql, values: read.append(len(query(sql, values)))
+                      if "balances" in sql else None)  # fmt: skip
+    monkeypatch.setattr("coordinator.ledger.queries.MAX_ASKED", 1)
+    some = [rounds[0].lines[0].peer, peer(77).key]
+    found = await thread.run(lambda db: db.active_since(dict.fromkeys(some, lambda: 5.0)))
+    assert found == {some[0]: 1000.0, some[1]: 5.0}
+    assert sum(read) == 1 < len(rounds[0].lines)
+
+
 async def test_nobody_is_told_of_what_was_not_committed(thread: LedgerThread, monkeypatch):
     full = True
 

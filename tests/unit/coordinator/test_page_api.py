@@ -28,6 +28,7 @@ from coordinator.alerts.tracker import Alert
 from coordinator.checkpoints.archive import MANIFEST
 from coordinator.checkpoints.settings import AboutTable
 from coordinator.errors import TooManyError
+from coordinator.indexed_chain import MAX_REMEMBERED
 from coordinator.limits import ConcurrencyLimit
 from coordinator.overview import PeerOverview
 from coordinator.page import downloads, json_view, openapi, pictures, response_limits, schemas
@@ -47,7 +48,7 @@ from protocol.spec import RunSpec
 from tests.page.log_fakes import FakeLog
 from tests.page.world import World
 from tests.support.coordinator_fakes import PARAMETERS, FakeSwarm, make_spec, overview, peer
-from tests.support.coordinator_service import running
+from tests.support.coordinator_service import running, settled
 from tests.support.specs import OWNER, identity, spec_fields
 from tests.support.waiting import LIMIT, NEVER, until
 
@@ -307,6 +308,29 @@ def test_after_a_restart_a_peer_is_gone_since_its_last_round(tmp_path):
             assert get.get("/api/status").json()["tokens_per_second"] == 0
     finally:
         world.close()
+
+
+async def test_a_peer_that_left_long_ago_is_not_listed_and_is_found_by_its_key_with_its_credits(tmp_path):
+    async with running(tmp_path) as (c, swarm):
+        for n in (0, 1, 8):
+            swarm.beat(n)
+        swarm.round({0: 600, 7: 500, 8: 500})
+        swarm.beat(8, seconds_since=1e6)
+        await settled(c, 1)
+        assert c.api.peers("state", False, "", 0, 25)["total"] == 4, "its round is among the newest"
+        for _ in range(MAX_REMEMBERED + 4):
+            swarm.round({0: 600, 1: 700})
+        await settled(c, MAX_REMEMBERED + 5)
+        found = c.api.peers("state", False, "", 0, 25)
+        assert found["total"] == 2 and {p["peer"] for p in found["peers"]} == {str(peer(n).key) for n in (0, 1)}
+        for n in (7, 8):
+            shown = c.api.peer(peer(n).key)["peer"]
+            assert shown["phase"] == "gone" and shown["micro_credits_settled"] > 0
+        o = c.overview()
+        earned = c.chain.balances.values()
+        assert o.settled == sum(b.settled.micro_credits for b in earned)
+        assert o.pending == sum(x.micro_credits for x in c.chain.pending.values())
+        assert {p["key"] for p in c.api.leaderboard("peer", 10, "", "")} == {str(peer(n).key) for n in (0, 1, 7, 8)}
 
 
 def test_a_certificate_can_be_checked_by_whoever_gets_it(world, get):

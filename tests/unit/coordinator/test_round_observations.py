@@ -285,6 +285,18 @@ def test_a_peers_state_has_a_beginning_and_its_counters_a_speed():
     assert known is not None and known.since == known.heard_at, "it was away: all begins anew"
 
 
+def test_a_clock_that_is_set_back_keeps_nobody_who_left_and_stops_no_rate():
+    swarm, book = FakeSwarm(SPEC), PeerRegistry(lambda: MEMBER)
+    swarm.beat(1)
+    for step, now in enumerate((1e6, *(1000.0 + 3 * i for i in range(12)))):
+        swarm.beat(0, bytes_up=3000 * step, bytes_down=0)
+        book.update(swarm.heartbeats(), now)
+        swarm.heard.pop(peer(1).key, None)
+    known, left = book.get(peer(0).key), book.get(peer(1).key)
+    assert known is not None and known.up_per_second == pytest.approx(1000)
+    assert book.phase(left, 1000.0 + MEMBER + 1) == "silent"
+
+
 def test_of_a_peer_that_the_observer_has_forgotten_little_is_kept():
     swarm, book = FakeSwarm(SPEC), PeerRegistry(lambda: MEMBER)
     swarm.beat(0, unreachable=(1, 2), bytes_up=5)

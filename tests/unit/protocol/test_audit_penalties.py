@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from protocol.audit_penalties import AuditPenalties
+from protocol.chain import genesis_digest
 from protocol.ids import Digest, PeerKey, Round, sha256
-from protocol.messages import AuditDecision, Pardon
+from protocol.messages import AuditDecision, Pardon, RoundRecord, UpdateHeader
+from protocol.record_node import RecordNode
+from tests.simulation.signer import FakeSigner, certificate
+from tests.support.empty_chain import RUN, STATE
 
 LIAR, OTHER = (PeerKey(sha256(name)) for name in (b"liar", b"other"))
 RECORD = Digest(sha256(b"record"))
@@ -49,3 +53,19 @@ def test_a_pardon_covers_all_that_one_record_decides():
     guilty = convicted(convicted(AuditPenalties(), 3), 3)
     assert bar(guilty) == bar(convicted(AuditPenalties(), 3))
     assert bar(convicted(guilty.pardoned([Pardon(LIAR, Round(3))]), 5)) == 5 + 1 + BAR
+
+
+def test_penalties_count_as_memory_of_each_record_that_changes_them(monkeypatch):
+    """Each such record holds a map of all penalized keys, and anybody can make keys."""
+    monkeypatch.setattr("protocol.record_node.PENALTY_BYTES", 10**6)
+    node, found = RecordNode(genesis_digest(RUN)), []
+    for number, convicts in enumerate(((), (LIAR,), (), (OTHER,), (LIAR, OTHER))):
+        update = UpdateHeader(RUN, Round(number), node.digest, STATE, 0, 0, 1, 1, RECORD, 9, 1.0, b"")
+        decisions = tuple(AuditDecision(STATE, key, True) for key in convicts)
+        body = RoundRecord(
+            RUN, Round(number), node.digest, STATE, 0, (FakeSigner(LIAR).sign(update),), None, decisions=decisions
+        )
+        made = certificate(FakeSigner(LIAR).sign(body), [LIAR])
+        node = RecordNode(made.digest, node, made, 99, 3, BAR)
+        found.append(node.memory // 10**6)
+    assert found == [0, 1, 0, 2, 2]

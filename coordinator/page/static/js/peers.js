@@ -55,7 +55,7 @@ export class Peers {
       el("div", { class: "bar" }, el("h2", {}, "Peers ", this.count), this.filter),
       this.body, el("div", { class: "pages" }, this.before, this.after),
       el("p", { class: "note" }, "State, loss, speed and traffic are what each peer says of itself. Credits come from the chain; those in ",
-        el("span", { class: "pending" }, "italics"), " are not final yet. A peer that is not in a round loses nothing: its work goes into a later one."),
+        el("span", { class: "pending" }, "italics"), " are not final yet. A peer that is not in a round loses nothing: its work goes into a later one. Only peers that are here or were lately are listed."),
     );
     this.now = 0;
     this.at = 0;
