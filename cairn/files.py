@@ -29,16 +29,19 @@ def write_whole(path: Path, data: str | bytes, *, mode: int = 0o666) -> None:
         raise CairnError(f"{path}: cannot be written: {os_reason(e)}: name another place") from None
 
 
-def refuse_existing(path: Path, *, force: bool) -> None:
-    """Raise CairnError if a file is there which only `force` may replace."""
+def refuse_existing(path: Path, text: str | None = None, *, force: bool) -> None:
+    """Raise CairnError if there is no such folder, or a file without this text, which only `force` may replace."""
+    if not path.parent.is_dir():
+        why = "not a directory:" if path.parent.exists() else "there is no such folder: make it, or"
+        raise CairnError(f"{path}: cannot be written: {why} name another place")
+    with suppress(OSError):
+        if text is not None and path.is_file() and path.read_bytes() == text.encode():
+            return
     if path.exists() and not force:
         raise CairnError(f"{path}: is there already: take another name, or --force to write over it")
 
 
 def write_new(path: Path, text: str, *, force: bool) -> None:
     """Write a whole file; one with another text is replaced only with `force`. Raises CairnError."""
-    with suppress(OSError):
-        if path.is_file() and path.read_bytes() == text.encode():
-            return
-    refuse_existing(path, force=force)
+    refuse_existing(path, text, force=force)
     write_whole(path, text)

@@ -145,7 +145,10 @@ def init(
             settings = AdapterSettings.model_validate(
                 {"rank": adapter, "alpha": 2 * adapter, "dtype": dtype or DTYPES[0]}
             )
-        draft = run_file_from(folder, out, inputs, sft, settings, report=lambda line: click.echo(line, err=True))
+        draft = run_file_from(
+            folder, out, inputs, sft, settings, report=lambda line: click.echo(line, err=True),
+            check_template=lambda text: refuse_existing(out.with_name(TEMPLATE), text, force=force),
+        )  # fmt: skip
     except PlanError as e:
         raise _bad_option(e.field, e.reason) from None
     if draft.template is not None:

@@ -278,7 +278,7 @@ def load_template(file: Path | None, tokenizer: Path, end: str, begin: str) -> C
         file = tokenizer.with_name(TEMPLATE)
     if file is not None and file.suffix != ".json":
         try:
-            return ChatTemplate(file.read_text(encoding="utf-8"), special, str(file))
+            return ChatTemplate(file.read_text(encoding="utf-8-sig"), special, str(file))
         except (OSError, UnicodeDecodeError) as e:
             raise DataInputError(f"{file}: the chat template cannot be read: {e}") from None
     if file is not None and file != beside:

@@ -6,11 +6,12 @@ needs little memory.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import io
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,12 @@ TEXT, JSONL, PARQUET = (".txt", ".text", ".md"), (".jsonl", ".ndjson"), (".parqu
 COMPRESSED = {".gz": "gzip", ".xz": "xz", ".bz2": "bz2", ".zst": "zstd"}
 MAX_LINE = 256 * 1024 * 1024
 """Maximum bytes of one JSONL line."""
+
+BUFFER = 1024 * 1024
+"""Bytes read from a file at a time."""
+
+ZST_BUFFER = 4096
+"""Bytes of .zst unpacked at a time: they become 128 MiB at most."""
 
 SEGMENT = 256 * 1024
 """Maximum characters of a segment."""
@@ -52,13 +59,23 @@ class DocumentFile:
             return os.path.splitext(stem)[1], last
         return last, ""
 
+    @property
+    def is_local(self) -> bool:
+        """True for a file on this machine's disk."""
+        return "file" in ((self.fs.protocol,) if isinstance(self.fs.protocol, str) else self.fs.protocol)
+
+    @property
+    def place(self) -> str:
+        """Its location: the same by whichever path or link it was named."""
+        return os.path.realpath(self.path) if self.is_local else f"{self.fs.protocol}:{self.path}"
+
     def fingerprint(self) -> str:
         """Return a text that changes with the file: SHA-256 of a local file, else the file system's own key.
 
         Raises DataInputError.
         """
         with _named_errors(self):
-            if "file" not in ((self.fs.protocol,) if isinstance(self.fs.protocol, str) else self.fs.protocol):
+            if not self.is_local:
                 return f"remote:{self.fs.ukey(self.path)}"
             digest = hashlib.sha256()
             with self.fs.open(self.path, "rb") as file:
@@ -111,39 +128,56 @@ def kind_of(value: object) -> str:
     return _KINDS.get(type(value), "a number")
 
 
-def find_sources(inputs: Sequence[str], base: Path) -> list[DocumentFile]:
+def find_sources(
+    inputs: Sequence[str], base: Path, report: Callable[[str], None] = lambda line: None
+) -> list[DocumentFile]:
     """Return the files that inputs name, in their order, each file once.
 
     An input is a file, a folder (all files in it with a supported ending), a pattern such as `data/*.jsonl.gz`, or an
-    fsspec address of one of these. A folder's and a pattern's files are sorted by name. Relative paths are relative to
-    `base`. Raises DataInputError.
+    fsspec address of one of these. A folder's and a pattern's files are sorted by name. Of a folder with JSONL or
+    Parquet plain text is left out, which is reported: it describes them. Relative paths are relative to `base`. Raises
+    DataInputError.
     """
     import fsspec.core
 
     found: dict[str, DocumentFile] = {}
     for given in inputs:
-        address = given if "://" in given else str(base / Path(given).expanduser())
+        path = given if "://" in given else str(Path(given).expanduser())
+        is_pattern = any(c in given for c in "*?[")
+        if "://" not in given:
+            is_pattern = is_pattern and not os.path.exists(base / path)
+            path = os.path.join(glob.escape(str(base)) if is_pattern else base, path)
         with _server_errors(given):
             try:
-                fs, path = fsspec.core.url_to_fs(address)
-                folder, paths = _matches(fs, path, given)
+                fs, path = fsspec.core.url_to_fs(path)
+                folder, paths = _matches(fs, path, given, is_pattern, report)
             except (OSError, ValueError, ImportError) as e:
                 raise DataInputError(f"{given}: {e}") from None
         for p in paths:
             name = os.path.relpath(p, folder).replace(os.sep, "/") if folder else p.rsplit("/", 1)[-1]
+            if not _is_utf8(name):
+                raise DataInputError(f"{ascii(name)}: a file name that is not UTF-8: rename the file")
             source = DocumentFile(fs, p, name)
             if source.suffixes[0] not in TEXT + JSONL + PARQUET:
                 raise DataInputError(
                     f"{given}: {name} is no known kind of document: name files "
                     f"{', '.join(TEXT + JSONL + PARQUET)}, each also with {', '.join(COMPRESSED)}"
                 )
-            found.setdefault(f"{fs.protocol}:{p}", source)
+            found.setdefault(source.place, source)
     return list(found.values())
 
 
-def _matches(fs: Any, path: str, given: str) -> tuple[str, list[str]]:
+def _is_utf8(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _matches(fs: Any, path: str, given: str, is_pattern: bool, report: Callable[[str], None]) -> tuple[str, list[str]]:
     """Return the folder that names are relative to ("" for none), and the sorted paths. Raises DataInputError."""
-    if any(c in given for c in "*?["):
+    if is_pattern:
         paths = sorted(p for p in fs.glob(path) if not fs.isdir(p) and not p.rsplit("/", 1)[-1].startswith("."))
         if not paths:
             raise DataInputError(f"{given}: no file matches this pattern")
@@ -154,6 +188,14 @@ def _matches(fs: Any, path: str, given: str) -> tuple[str, list[str]]:
         paths = sorted(p for p in visible if DocumentFile(fs, p, "").suffixes[0] in endings)
         if not paths:
             raise DataInputError(f"{given}: no document in this folder: looking for {', '.join(endings)}")
+        plain = [p for p in paths if DocumentFile(fs, p, "").suffixes[0] in TEXT]
+        if 0 < len(plain) < len(paths):
+            paths = [p for p in paths if DocumentFile(fs, p, "").suffixes[0] not in TEXT]
+            first = os.path.relpath(plain[0], path)
+            report(
+                f"{given}: it has JSONL or Parquet, so plain text in it is left out ({first!r}, {len(plain)} in all): "
+                "name such a file to train on it"
+            )
         return path, paths
     if not fs.exists(path):
         raise DataInputError(f"{given}: no such file or folder (the path is {path})")
@@ -202,6 +244,11 @@ def _named_errors(source: DocumentFile) -> Iterator[None]:
     except UnicodeDecodeError as e:
         raise _not_text(source.name, e) from None
     except Exception as e:
+        if type(e) is ValueError and not source.is_local:  # fsspec's, of a server that sends whole files only
+            why = one_line(str(e), 300)
+            raise DataInputError(
+                f"{source.name}: its server does not send a part of it: {why}: download it, and name your copy"
+            ) from None
         if isinstance(e, OSError) and e.strerror:
             raise DataInputError(
                 f"{source.name}: cannot be read: {e.strerror.lower()}: make it readable, or leave it out"
@@ -221,14 +268,62 @@ def _not_text(where: str, e: UnicodeDecodeError) -> DataInputError:
 
 def _open(source: DocumentFile) -> IO[bytes]:
     _, compression = source.suffixes
-    try:
-        return source.fs.open(source.path, "rb", compression=COMPRESSED.get(compression))
-    except ValueError as e:
-        if compression == ".zst":
+    if compression == ".zst":
+        try:
+            import zstandard  # noqa: F401  # pyright: ignore[reportMissingImports]
+        except ImportError:
             raise DataInputError(
                 f"{source.name}: reading .zst needs one more package: {extras.pip_install('zstandard')}"
             ) from None
+        return io.BufferedReader(_ZstFile(source.fs.open(source.path, "rb")), BUFFER)
+    try:
+        file = source.fs.open(source.path, "rb", compression=COMPRESSED.get(compression))
+    except ValueError as e:
         raise DataInputError(f"{source.name}: {e}") from None
+    return io.BufferedReader(file, BUFFER)  # a bucket's file itself reads no line of limited length
+
+
+class _ZstFile(io.RawIOBase):
+    """The contents of a .zst file. Unlike zstandard's own reader it reads all frames, and refuses a cut one."""
+
+    def __init__(self, file: IO[bytes]):
+        self._file = file
+        self._blocks = _unpacked(file)
+        self._held = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._held:
+            block = next(self._blocks, None)
+            if block is None:
+                return 0
+            self._held = memoryview(block)
+        size = min(len(buffer), len(self._held))
+        buffer[:size] = self._held[:size]
+        self._held = self._held[size:]
+        return size
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _unpacked(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield the contents of the frames of a .zst file, block by block. Raises EOFError for a cut one."""
+    import zstandard  # pyright: ignore[reportMissingImports]
+
+    frame = None
+    while block := file.read(ZST_BUFFER):
+        while block:
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            yield frame.decompress(block)
+            block = b""
+            if frame.eof:
+                frame, block = None, frame.unused_data
+    if frame is not None:
+        raise EOFError("it ends in the middle")
 
 
 def _read_text(source: DocumentFile) -> Iterator[TextSegment]:

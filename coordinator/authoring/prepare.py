@@ -10,6 +10,7 @@ import fcntl
 import itertools
 import json
 import re
+import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -201,16 +202,16 @@ def prepare(
     if shard_tokens < 2 or shard_tokens * 4 > MAX_BLOB:
         raise DataInputError(f"shard_tokens = {shard_tokens}: write a number from 2 to {MAX_BLOB // 4}")
     base = base or Path.cwd()
-    train, held_out = find_documents(inputs, validation, base)
-    mixed = [find_sources(m.sources, base) for m in conversations.mix] if conversations else []
-    seen = {s.path for s in (*train, *held_out)}
+    train, held_out = find_documents(inputs, validation, base, report)
+    mixed = [find_sources(m.sources, base, report) for m in conversations.mix] if conversations else []
+    seen = {s.place for s in (*train, *held_out)}
     for part in mixed:
-        paths = {s.path for s in part}
-        if twice := paths & seen:
+        places = {s.place for s in part}
+        if twice := places & seen:
             raise DataInputError(
                 f"{min(twice)} is in data.conversations.mix and among the other documents: name it once"
             )
-        seen |= paths
+        seen |= places
     given = tokens.load(tokenizer, end_of_text) if tokenizer else None
     if given and tokenizer and end_of_text is None and not replace and (out / MANIFEST).exists():
         # A folder keeps the token that an earlier version found.
@@ -244,6 +245,8 @@ def prepare(
         raise DataInputError(
             f"{out} has {strange[0].name}, but no {MANIFEST}: choose another folder, or empty this one"
         )
+    if not was_begun and not (out / MANIFEST).exists() and not _may_replace(out / TOKENIZER, given):
+        raise DataInputError(f"{out / TOKENIZER} is another tokenizer: choose another folder, or move it away")
     with _locked(out):
         if (out / MANIFEST).exists():
             there = load_prepared(out)
@@ -258,8 +261,6 @@ def prepare(
             _clear(out)
         elif was_begun:
             _clear(out)  # after a kill
-        for draft in (*out.glob(f"{PARTIAL}*"), *out.glob(".*.leaves.*"), *out.glob(".*.json.*")):
-            draft.unlink()
         run = given
         if run is None:
             report(f"training a tokenizer of {vocabulary} tokens")
@@ -279,11 +280,11 @@ def prepare(
 
 
 def find_documents(
-    inputs: Sequence[str], validation: Sequence[str], base: Path
+    inputs: Sequence[str], validation: Sequence[str], base: Path, report: Callable[[str], None]
 ) -> tuple[list[DocumentFile], list[DocumentFile]]:
     """Return the files for training, and those of which every document is held out. Raises DataInputError."""
-    train, held_out = find_sources(inputs, base), find_sources(validation, base)
-    twice = {s.path for s in train} & {s.path for s in held_out}
+    train, held_out = find_sources(inputs, base, report), find_sources(validation, base, report)
+    twice = {s.place for s in train} & {s.place for s in held_out}
     if twice:
         raise DataInputError(f"{min(twice)} is both for training and for validation")
     return train, held_out
@@ -531,14 +532,38 @@ def _differences(there: Manifest, settings: PrepareSettings, sources: list[Sourc
 
 
 def _clear(folder: Path) -> None:
-    """Remove the manifest and the shards that `prepare` wrote into a folder, the manifest first."""
+    """Remove the manifest, shards and drafts that `prepare` wrote into a folder, the manifest first."""
     (folder / MANIFEST).unlink(missing_ok=True)
-    for path in _shard_files(folder):
+    drafts = (p for name in (f"{PARTIAL}*", ".*.leaves.*", ".*.json.*") for p in folder.glob(name))
+    for path in (*_shard_files(folder), *drafts):
         path.unlink()
+
+
+def _may_replace(path: Path, given: tokens.RunTokenizer | None) -> bool:
+    """Return whether no tokenizer is there, or the given one. Raises DataInputError."""
+    try:
+        there = path.read_bytes()
+    except FileNotFoundError:
+        return True
+    except OSError as e:
+        raise DataInputError(f"{path}: cannot be read: {os_reason(e)}: choose another folder") from None
+    return given is not None and there == given.file
 
 
 def _shard_files(folder: Path) -> list[Path]:
     return [path for path in folder.glob("*.*") if _SHARD_FILE.fullmatch(path.name)]
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Make a folder for data that are only counted, and remove it. Raises DataInputError."""
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder)
+    except OSError as e:
+        raise DataInputError(
+            f"temporary files: {os_reason(e)}: free some space, or name another folder as TMPDIR"
+        ) from None
 
 
 @contextmanager
@@ -557,4 +582,6 @@ def _locked(folder: Path) -> Iterator[None]:
         try:
             yield
         except OSError as e:
-            raise DataInputError(f"{folder}: {os_reason(e)}: free some space or choose another folder") from None
+            raise DataInputError(
+                f"{folder}: {os_reason(e)}: free some space or choose another folder (TMPDIR, for a temporary one)"
+            ) from None

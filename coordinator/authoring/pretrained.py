@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import tempfile
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from coordinator.authoring.conversations import ConversationTable
 from coordinator.authoring.errors import DataInputError
 from coordinator.authoring.model_config import FROM_TOKENIZER, ModelFileError, model_of, with_adapter
 from coordinator.authoring.plan import FINE_TUNING_TOKENS, PlanError, PlanInputs, RunPlan, plan
-from coordinator.authoring.prepare import ConversationData, prepare
+from coordinator.authoring.prepare import ConversationData, prepare, temporary_folder
 from coordinator.authoring.template import OF_FINE_TUNING, VALIDATION_EVERY, fill
 from coordinator.authoring.weights import CONFIG, WeightsError, check, read_headers
 from protocol.spec import AdapterSettings
@@ -79,18 +78,19 @@ class DraftRunFile:
 
 def run_file_from(
     folder: Path, out: Path, inputs: PlanInputs, sft: str | None = None, adapter: AdapterSettings | None = None,
-    report: Callable[[str], None] = lambda _: None,
+    report: Callable[[str], None] = lambda _: None, check_template: Callable[[str], None] = lambda _: None,
 ) -> DraftRunFile:  # fmt: skip
     """Return a run.toml to be written at `out`, for a run that begins with the model in `folder`.
 
     With `adapter` that is trained, and the model is its frozen base. The folder replaces the model of `inputs` and
     limits its window. `sft`: train on these conversations, which are prepared to count them; without
-    `inputs.total_tokens` for PASSES passes. Raises AuthoringError for an incomplete folder or bad conversations,
+    `inputs.total_tokens` for PASSES passes. `check_template` is called with the template to be written beside `out`, if
+    any, before they are prepared. Raises AuthoringError for an incomplete folder or bad conversations,
     SpecError for a config that is not of a causal language model, and PlanError.
     """
     found = read_headers(folder)
     given = _config(folder)
-    left_out = _unknown(given)
+    left_out = unknown_fields(given)
     model = model_of({k: v for k, v in given.items() if k not in left_out}, None, folder / CONFIG)
     try:
         check(found, model.layout)
@@ -110,7 +110,12 @@ def run_file_from(
     window = inputs.window if model.positions is None else min(inputs.window, model.positions)
     if adapter is not None:
         model = with_adapter(model, adapter, folder / CONFIG)
-    counted = None if sft is None else _counted(folder, sft, window, tokenizer, report)
+    counted = template = None
+    if sft is not None:
+        if load_template(None, folder / TOKENIZER, tokenizer.end, tokenizer.begin) is None:
+            template = _plain_template(tokenizer)
+            check_template(template)
+        counted = _counted(folder, sft, window, tokenizer, template, report)
     if counted is None:
         total = inputs.total_tokens or FINE_TUNING_TOKENS
     else:
@@ -142,7 +147,6 @@ def run_file_from(
     if counted is not None and sft is not None:
         lines |= _conversation_lines(sft, out, counted, made)
     text = fill(made, table, tokenizer.size, note, lines, adapter)
-    template = None if counted is None or counted.own_template else _plain_template(tokenizer)
     return DraftRunFile(text, name, model.whole.numel, tokenizer.size, left_out, template, made.cautions)
 
 
@@ -161,23 +165,23 @@ def _plain_template(tokenizer: tokens.RunTokenizer) -> str:
 
 
 def _counted(
-    folder: Path, sft: str, window: int, tokenizer: tokens.RunTokenizer, report: Callable[[str], None]
-) -> _Counted:
+    folder: Path, sft: str, window: int, tokenizer: tokens.RunTokenizer, template: str | None,
+    report: Callable[[str], None],
+) -> _Counted:  # fmt: skip
     """Prepare conversations in a temporary folder, without those that are longer than a window.
 
     Raises DataInputError.
     """
-    own = load_template(None, folder / TOKENIZER, tokenizer.end, tokenizer.begin) is not None
-    with tempfile.TemporaryDirectory() as temporary:
-        plain = Path(temporary, TEMPLATE)
-        plain.write_text(_plain_template(tokenizer))
-        table = ConversationTable(long="drop", chat_template=None if own else str(plain))
+    with temporary_folder() as temporary:
+        plain = temporary / TEMPLATE
+        plain.write_text(template or "")
+        table = ConversationTable(long="drop", chat_template=None if template is None else str(plain))
         made = prepare(
-            [sft], Path(temporary, "data"), tokenizer=folder / TOKENIZER, end_of_text=tokenizer.end,
+            [sft], temporary / "data", tokenizer=folder / TOKENIZER, end_of_text=tokenizer.end,
             window=window, conversations=table, report=report,
         )  # fmt: skip
     assert made.manifest.conversations is not None
-    return _Counted(made.manifest.conversations, made.manifest.train.documents, own)
+    return _Counted(made.manifest.conversations, made.manifest.train.documents, template is None)
 
 
 def _plan_of(inputs: PlanInputs, counted: _Counted) -> RunPlan:
@@ -264,7 +268,7 @@ def _config(folder: Path) -> dict[str, Any]:
     return given
 
 
-def _unknown(given: dict[str, Any]) -> tuple[str, ...]:
+def unknown_fields(given: dict[str, Any]) -> tuple[str, ...]:
     """Return the fields that authors added to a config of a known type, and that its code does not use.
 
     A field that decides a shape is noticed when the weights are compared. Fields that would load code are not returned,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tempfile
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -22,7 +21,7 @@ from coordinator.authoring.documents import DocumentFile, read_documents
 from coordinator.authoring.errors import DataInputError
 from coordinator.authoring.memory import eight_bit_saving, training_memory
 from coordinator.authoring.plan import rounds_caution
-from coordinator.authoring.prepare import Prepared, check_held_out, find_documents
+from coordinator.authoring.prepare import Prepared, check_held_out, find_documents, temporary_folder
 from coordinator.authoring.resolve import RunModel, check_weights, model_of, prepare_data
 from coordinator.authoring.runfile import REPLAYABLE_HOLD_ROUNDS, RunFile, kept_checkpoints, load_run
 from protocol.adapter import held_bytes
@@ -148,11 +147,14 @@ def _data(run_file: RunFile) -> tuple[int, int, list[str]]:
     if run_file.prepared is not None:
         return _counted(run_file, prepare_data(run_file, run_file.folder, replace=False))
     data = run_file.data
-    if data.conversations is not None:
-        with tempfile.TemporaryDirectory() as folder:
-            return _counted(run_file, prepare_data(run_file, Path(folder), replace=False))
+    left_out: list[str] = []
     try:
-        sources, held_out = find_documents(data.sources, data.validation, run_file.folder)
+        sources, held_out = find_documents(data.sources, data.validation, run_file.folder, left_out.append)
+    except DataInputError as e:
+        raise DataInputError(f"{run_file.path}: data: {e}") from None
+    if data.conversations is not None:
+        return _prepared(run_file, left_out)
+    try:
         run = None if run_file.tokenizer is None else tokens.load(run_file.tokenizer, data.end_of_text)
         text = _sample(sources, data.field, run)
         others = _sample(held_out, data.field, run)
@@ -164,8 +166,7 @@ def _data(run_file: RunFile) -> tuple[int, int, list[str]]:
     if not text.size:
         raise DataInputError(f"{run_file.path}: data.source: no text in these documents")
     if text.complete and others.complete and text.size + others.size <= max(COUNTED, MOST_PER_TOKEN * data.window):
-        with tempfile.TemporaryDirectory() as folder:
-            return _counted(run_file, prepare_data(run_file, Path(folder), replace=False))
+        return _prepared(run_file, left_out)
     trained_on = int(text.size / _bytes_per_token(vocabulary))
     lines = [
         f"data: {len(sources)} files{'' if text.complete else ', of which the beginnings were read'}; "
@@ -176,7 +177,14 @@ def _data(run_file: RunFile) -> tuple[int, int, list[str]]:
         lines.append(warning)
     if run is not None and (warning := spelled_warning(run.most_spelled, text.documents + others.documents, run.end)):
         lines.append(warning)
-    return vocabulary, data.window, lines
+    return vocabulary, data.window, lines + left_out
+
+
+def _prepared(run_file: RunFile, left_out: list[str]) -> tuple[int, int, list[str]]:
+    """Return the same as `_data`, of data that are prepared for it. Raises AuthoringError."""
+    with temporary_folder() as folder:
+        vocabulary, counts_as, lines = _counted(run_file, prepare_data(run_file, folder, replace=False))
+    return vocabulary, counts_as, lines + left_out
 
 
 def _counted(run_file: RunFile, prepared: Prepared) -> tuple[int, int, list[str]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +17,7 @@ from coordinator.authoring.chat_template import end_of_text_beside
 from coordinator.authoring.documents import TextSegment
 from coordinator.authoring.errors import DataInputError
 from protocol.errors import os_reason
+from protocol.plain_text import one_line
 from protocol.spec import MAX_TOKENIZER, Section
 
 END_OF_TEXT = "<|endoftext|>"
@@ -23,8 +26,14 @@ MIN_VOCABULARY = 257  # every byte, and the end of text
 SAMPLE = 256 * 1024 * 1024
 """Maximum number of characters on which a tokenizer is trained."""
 
+LONGEST = 1000
+"""Maximum number of characters of a word on which a tokenizer is trained: the time grows with its square."""
+
 BATCH = 1024 * 1024
 """Characters encoded at a time."""
+
+LONG_WORD = re.compile(rf"((?<!\S)\S{{{LONGEST},}})")
+CANNOT_ENCODE = "the tokenizer cannot encode these documents"
 
 
 class SpelledToken(Section):
@@ -101,14 +110,16 @@ class RunTokenizer:
         tokenizer, processor = self.tokenizer, self.tokenizer.post_processor
         tokenizer.encode_special_tokens, tokenizer.post_processor = False, None  # type: ignore[assignment]
         try:
-            return tokenizer.encode_batch(list(texts), add_special_tokens=False)
+            with _library_errors(CANNOT_ENCODE):
+                return tokenizer.encode_batch(list(texts), add_special_tokens=False)
         finally:
             tokenizer.encode_special_tokens, tokenizer.post_processor = True, processor
 
     @cached_property
     def begin_id(self) -> int | None:
         """The token that the tokenizer itself writes before a text, as its model always saw it; None for none."""
-        encoding = self.tokenizer.encode("a")
+        with _library_errors(CANNOT_ENCODE):
+            encoding = self.tokenizer.encode("a")
         return encoding.ids[0] if encoding.special_tokens_mask[:1] == [1] else None
 
     @property
@@ -123,7 +134,8 @@ class RunTokenizer:
         return frozenset(number for number, token in added.items() if token.special)
 
     def _encoded(self, batch: Sequence[TextSegment]) -> Iterator[tuple[np.ndarray, bool]]:
-        encodings = self.tokenizer.encode_batch_fast([p.text for p in batch], add_special_tokens=False)
+        with _library_errors(CANNOT_ENCODE):
+            encodings = self.tokenizer.encode_batch_fast([p.text for p in batch], add_special_tokens=False)
         for segment, encoding in zip(batch, encodings, strict=True):
             ids = [*encoding.ids, self.end_id] if segment.last else encoding.ids
             yield np.array(ids, dtype=np.uint32), segment.last
@@ -194,10 +206,19 @@ def _read(path: Path) -> tuple[Tokenizer, bytes]:
         file = path.read_bytes()
     except OSError as e:
         raise DataInputError(f"{path}: the tokenizer cannot be read: {os_reason(e)}") from None
-    try:
+    with _library_errors(f"{path}: not a tokenizer.json that the tokenizers library reads"):
         return Tokenizer.from_str(file.decode()), file
-    except Exception as e:  # noqa: BLE001 - tokenizers raises plain Exception; the cause is passed on
-        raise DataInputError(f"{path}: not a tokenizer.json that the tokenizers library reads: {e}") from None
+
+
+@contextmanager
+def _library_errors(what: str) -> Iterator[None]:
+    """Raise what tokenizers raises, plain Exceptions and Rust's panics, as DataInputError that begins with `what`."""
+    try:
+        yield
+    except BaseException as e:
+        if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
+            raise
+        raise DataInputError(f"{what}: {one_line(str(e), 300)}: take another tokenizer.json") from None
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
@@ -222,9 +243,12 @@ def _made(tokenizer: Tokenizer, file: bytes, end: str, where: str) -> RunTokeniz
 
 
 def _sample(segments: Iterable[TextSegment]) -> Iterator[str]:
+    """Yield at most SAMPLE characters, or a segment more, with every word cut at LONGEST characters."""
     left = SAMPLE
     for segment in segments:
-        yield segment.text
+        for part in LONG_WORD.split(segment.text):
+            step = LONGEST if LONG_WORD.fullmatch(part) else max(1, len(part))
+            yield from (part[at : at + step] for at in range(0, len(part), step))
         left -= len(segment.text)
         if left <= 0:
             return

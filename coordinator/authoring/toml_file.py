@@ -37,7 +37,7 @@ def read_text(path: Path, error: type[CairnError], remedy: str) -> str:
     try:
         if path.stat().st_size > MAX_FILE:
             raise error(f"{path}: larger than {MAX_FILE >> 10} KiB: {remedy}")
-        return path.read_bytes().decode()
+        return path.read_bytes().decode("utf-8-sig")
     except OSError as e:
         raise error(f"{path}: cannot be read: {os_reason(e)}: {remedy}") from None
     except UnicodeDecodeError:

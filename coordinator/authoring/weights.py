@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coordinator.authoring.chat_template import GENERATION_CONFIG
 from coordinator.authoring.errors import AuthoringError
 from coordinator.quiet_transformers import quiet_transformers
 from protocol.errors import SpecError
 from protocol.layout import Layout, is_outer_tensor
+from protocol.plain_text import one_line
 
 MODEL, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -78,6 +80,7 @@ def read_headers(folder: Path, named: str = "") -> PretrainedWeights:
                 "convert it where you trust it: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
             )
         raise WeightsError(f"{folder}: no {MODEL} in it: name a model's folder (`cairn export` makes one)")
+    _check_generation(folder)
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     for file in files:
         for name, kind in _header(file).items():
@@ -181,6 +184,22 @@ def _check_values(folder: Path, name: str, tensor: Tensor) -> None:
         if not largest <= MAX_VALUE:
             what = "is not finite" if not math.isfinite(largest) else f"holds {largest:.3g}, beyond {MAX_VALUE:g}"
             raise WeightsError(f"{folder}: {name} {what}: these weights are damaged; take another copy of them")
+
+
+def _check_generation(folder: Path) -> None:
+    """Raise WeightsError for settings of generation at which the loading of the weights would fail."""
+    from transformers.generation.configuration_utils import GenerationConfig
+
+    try:
+        with quiet_transformers():
+            GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except OSError:
+        pass  # there is none, or no JSON: the weights load without it
+    except (AttributeError, KeyError, TypeError, ValueError) as e:
+        why = one_line(str(e), 200)
+        raise WeightsError(
+            f"{folder / GENERATION_CONFIG}: transformers cannot use it: {why}: take another copy of it, or remove it"
+        ) from None
 
 
 def _indexed(folder: Path) -> tuple[Path, ...]:

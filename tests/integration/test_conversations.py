@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -240,8 +241,21 @@ def test_a_refused_run_file_leaves_no_template_and_a_template_that_is_there_serv
         done = cairn(*asked, tmp_path / name)
         assert done.returncode == 0 and (tmp_path / TEMPLATE).exists(), done.stderr
     (tmp_path / TEMPLATE).write_text("mine")
-    assert f"{TEMPLATE}: is there already" in refused(*asked, tmp_path / "third.toml")
-    assert not (tmp_path / "third.toml").exists()
+    said = refused(*asked, tmp_path / "third.toml")
+    assert f"{TEMPLATE}: is there already" in said and not (tmp_path / "third.toml").exists()
+    assert "trained tokens" not in said, "refused after it prepared all conversations"
+    said = refused(*asked, tmp_path / "missing" / "run.toml")
+    assert "there is no such folder: make it, or name another place" in said and "trained tokens" not in said
+
+
+def test_a_full_temporary_folder_is_named_with_the_variable_that_names_another(tmp_path: Path, monkeypatch):
+    base_model(tmp_path / "base")
+    write_rows(tmp_path / "chats.jsonl", [chat(q, a) for q, a in QUESTIONS.items()])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    said = refused(
+        "run", "init", "--from", tmp_path / "base", "--sft", tmp_path / "chats.jsonl", "--out", tmp_path / "run.toml"
+    )
+    assert "temporary files: no such file or directory: free some space, or name another folder as TMPDIR" in said
 
 
 def test_init_writes_what_was_measured_best_for_fine_tuning(tmp_path: Path):

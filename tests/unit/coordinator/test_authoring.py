@@ -363,6 +363,23 @@ def test_a_mistake_mended_before_the_run_began_leaves_no_trace(write, tmp_path):
     resolve(load_run(write((r"vocabulary = 300", "vocabulary = 290"))), tmp_path / "work", OWNER)
 
 
+def test_a_run_file_may_begin_with_a_byte_order_mark(write):
+    path = write()
+    before = load_run(path)
+    path.write_text(path.read_text(), encoding="utf-8-sig")
+    assert load_run(path) == before
+
+
+@pytest.mark.parametrize("counted", [2**20, 0], ids=["prepared", "sampled"])
+def test_the_summary_says_which_files_of_a_folder_are_left_out(write, tmp_path, monkeypatch, counted):
+    monkeypatch.setattr("coordinator.authoring.summary.COUNTED", counted)
+    (tmp_path / "set").mkdir()
+    (tmp_path / "documents.jsonl").rename(tmp_path / "set" / "train.jsonl")
+    (tmp_path / "set" / "README.md").write_text("A card.")
+    lines = validate(write((r'"documents\.jsonl"', '"set"')))
+    assert [line for line in lines if line.startswith("set: it has JSONL or Parquet") and "'README.md'" in line]
+
+
 def test_a_run_file_that_is_not_there_or_not_text_is_named(tmp_path):
     with pytest.raises(RunFileError, match=r"no such file: `cairn run plan"):
         load_run(tmp_path / "none.toml")

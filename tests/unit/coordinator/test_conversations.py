@@ -506,7 +506,7 @@ def test_bad_templates_are_named_with_the_file_and_what_to_do(tmp_path, template
 
 
 def test_the_template_of_a_file_comes_before_the_tokenizer_s(tmp_path):
-    (tmp_path / "mine.jinja").write_text("Mine: " + CHATML)
+    (tmp_path / "mine.jinja").write_text("Mine: " + CHATML, encoding="utf-8-sig")  # as editors of Windows save it
     prepared = made(tmp_path, [GOOD], table={"chat_template": "mine.jinja"})
     assert prepared.manifest.conversations is not None and prepared.manifest.conversations.chat is not None
     assert prepared.manifest.conversations.chat.template.startswith("Mine: ")

@@ -11,7 +11,9 @@ import subprocess
 import sys
 import threading
 import tracemalloc
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import contextmanager
+from functools import partial
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +21,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.local import LocalFileSystem
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
 
+from coordinator.authoring import tokens
 from coordinator.authoring.data_check import spelled_warning
-from coordinator.authoring.documents import SEGMENT, find_sources, read_documents
+from coordinator.authoring.documents import SEGMENT, TextSegment, find_sources, read_documents
 from coordinator.authoring.errors import DataInputError, RunChangedError
 from coordinator.authoring.prepare import load_prepared, prepare
-from coordinator.authoring.tokens import SpelledToken, load, open_tokenizer
+from coordinator.authoring.tokens import LONGEST, SpelledToken, byte_level_bpe, load, open_tokenizer
 from protocol.merkle import CHUNK, blob_digest, blob_leaves
 
 TEXTS = [f"Document {i}: the quick brown fox jumps over {i * i} lazy dogs.\nIt was été, naïve." for i in range(30)]
@@ -398,6 +401,138 @@ def test_a_server_that_fails_is_named_with_the_remedy(tmp_path, name):
             prepare([address], tmp_path / "out", vocabulary=300)
         server.shutdown()
     assert str(e.value).isprintable() and len(str(e.value)) < 400
+
+
+class _FileServer(SimpleHTTPRequestHandler):
+    """A server of whole files: it does not know ranges."""
+
+    def log_message(self, format, *args):
+        pass
+
+
+@contextmanager
+def served(folder: Path):
+    """Serve a folder, and yield its address."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_FileServer, directory=str(folder))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+def test_jsonl_and_parquet_are_read_from_a_server(tmp_path):
+    jsonl(tmp_path / "a.jsonl", TEXTS[:20])
+    pq.write_table(pa.table({"text": TEXTS[20:]}), tmp_path / "b.parquet")
+    with served(tmp_path) as address:
+        inputs = [f"{address}/a.jsonl", f"{address}/b.parquet"]
+        assert documents_of(prepare(inputs, tmp_path / "out", vocabulary=300), "train") == TEXTS
+
+
+def test_a_server_that_sends_whole_files_only_is_named_with_the_remedy(tmp_path):
+    (tmp_path / "long.txt").write_text("some words " * 600_000)  # more than fsspec asks for at a time
+    with served(tmp_path) as address, pytest.raises(DataInputError, match=r"long\.txt: its server .*: download it"):
+        prepare([f"{address}/long.txt"], tmp_path / "out", vocabulary=300)
+
+
+def test_zst_is_read_to_the_end_of_its_last_frame_and_a_cut_one_is_refused(tmp_path):
+    zstandard = pytest.importorskip("zstandard")
+    half = len(TEXTS) // 2
+    frames = [
+        zstandard.compress(jsonl(tmp_path / "a.jsonl", part).read_bytes()) for part in (TEXTS[:half], TEXTS[half:])
+    ]
+    (tmp_path / "b.jsonl.zst").write_bytes(b"".join(frames))
+    made = prepare(["b.jsonl.zst"], tmp_path / "out", vocabulary=300, base=tmp_path)
+    assert documents_of(made, "train") == TEXTS
+    (tmp_path / "c.txt.zst").write_bytes(frames[0] + frames[1][:-20])
+    with pytest.raises(DataInputError, match=r"c\.txt\.zst: damaged, .*: it ends in the middle"):
+        prepare(["c.txt.zst"], tmp_path / "two", vocabulary=300, base=tmp_path)
+
+
+def test_a_data_sets_card_is_no_document(tmp_path):
+    (tmp_path / "set" / "data").mkdir(parents=True)
+    jsonl(tmp_path / "set" / "data" / "train.jsonl")
+    (tmp_path / "set" / "README.md").write_text("---\nlicense: mit\n---\n")
+    said = []
+    made = prepare(["set"], tmp_path / "out", vocabulary=300, base=tmp_path, report=said.append)
+    assert documents_of(made, "train") == TEXTS
+    assert any("plain text in it is left out ('README.md', 1 in all)" in line for line in said)
+
+
+def test_a_file_is_the_same_by_every_path_to_it(tmp_path):
+    jsonl(tmp_path / "a.jsonl")
+    (tmp_path / "d").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path)
+    for again in ("d/../a.jsonl", "link/a.jsonl"):
+        assert len(find_sources(["a.jsonl", again], tmp_path)) == 1
+        with pytest.raises(DataInputError, match="both for training and for validation"):
+            prepare(["a.jsonl"], tmp_path / "out", vocabulary=300, validation=[again], base=tmp_path)
+
+
+def test_a_folder_or_file_may_have_the_characters_of_a_pattern_in_its_name(tmp_path):
+    folder = tmp_path / "br [v2]"
+    folder.mkdir()
+    for name in ("data[1].txt", "data1.txt"):
+        (folder / name).write_text("words")
+    assert [s.name for s in find_sources(["*.txt"], folder)] == ["data1.txt", "data[1].txt"]
+    assert [s.name for s in find_sources(["data[1].txt"], folder)] == ["data[1].txt"]
+
+
+def test_a_name_that_is_not_utf_8_is_refused_before_anything_is_read(tmp_path):
+    try:
+        (tmp_path / os.fsdecode(b"caf\xe9.txt")).write_text("words")
+    except OSError:
+        pytest.skip("this file system has no such names")
+    with pytest.raises(DataInputError, match=r"'caf\\udce9\.txt': a file name that is not UTF-8: rename"):
+        prepare(["*.txt"], tmp_path / "out", vocabulary=300, base=tmp_path)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_tokenizer_of_somebody_else_is_not_replaced(tmp_path):
+    path, out = str(jsonl(tmp_path / "a.jsonl")), tmp_path / "model"
+    own = prepare([path], tmp_path / "one", vocabulary=300).folder / "tokenizer.json"
+    out.mkdir()
+    (out / "tokenizer.json").write_text("another")
+    for choice in ({"vocabulary": 300}, {"tokenizer": own}):
+        with pytest.raises(DataInputError, match="is another tokenizer: choose another folder"):
+            prepare([path], out, **choice)
+    assert [p.name for p in out.iterdir()] == ["tokenizer.json"]
+    shutil.copy(own, out)
+    assert prepare([path], out, tokenizer=out / "tokenizer.json").manifest.train.documents == len(TEXTS)
+
+
+def test_a_tokenizer_that_cannot_encode_a_text_or_is_damaged_is_refused(tmp_path):
+    model = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<|endoftext|>": 2}))
+    model.pre_tokenizer = pre_tokenizers.Whitespace()
+    model.add_special_tokens(["<|endoftext|>"])
+    model.save(str(tmp_path / "words.json"))
+    damaged = json.loads((tmp_path / "words.json").read_text())
+    damaged["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    (tmp_path / "damaged.json").write_text(json.dumps(damaged))
+    (tmp_path / "a.txt").write_text("a b zebra")
+    for name, says in [("words.json", r"cannot encode .*\[UNK\].*: take"), ("damaged.json", "not a tokenizer.json")]:
+        with pytest.raises(DataInputError, match=says):
+            prepare(["a.txt"], tmp_path / "out", tokenizer=tmp_path / name, base=tmp_path)
+
+
+def test_a_tokenizer_is_trained_on_a_text_without_spaces_in_short_pieces(monkeypatch):
+    words = []
+    monkeypatch.setattr(
+        tokens, "byte_level_bpe", lambda texts, *_: words.extend(texts) or byte_level_bpe(["a"], 257, [])
+    )
+    long = "ACGT" * 1000
+    with pytest.raises(DataInputError):
+        tokens.train([TextSegment(f"one two {long} three", True)], 300)
+    assert "".join(words) == f"one two {long} three" and max(map(len, words)) <= LONGEST
+
+
+def test_a_full_disk_leaves_no_draft(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path, out = str(jsonl(tmp_path / "a.jsonl")), tmp_path / "out"
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(DataInputError, match=r"no space left .*: free some space .* \(TMPDIR, for a temporary one\)"):
+        prepare([path], out, vocabulary=300)
+    assert [p.name for p in out.iterdir()] == [".lock"]
 
 
 def test_bad_settings_are_refused(tmp_path):
