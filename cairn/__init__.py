@@ -23,7 +23,7 @@ def _put_first(root: str) -> None:
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if inherited[0] != root:
         os.environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, inherited)])
-    # `python -m` would look in the current folder before that.
+    # `python -m` would look in the current folder before that. Before 3.11, see `protocol.python_command`.
     os.environ["PYTHONSAFEPATH"] = "1"
 
 

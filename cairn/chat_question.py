@@ -15,8 +15,8 @@ from coordinator.checkpoints.job import JobError, Row, bound_memory, run_job, se
 from protocol.errors import CairnError
 from protocol.spec import ChatSpec
 
-SECONDS = 60.0
-"""Seconds to import and render, at low priority. Templates take milliseconds."""
+SECONDS = 180.0
+"""Seconds to import and render, at low priority beside a trainer. Templates take milliseconds."""
 
 MEMORY = 2**30
 """Bytes of memory; imports take a tenth of it."""

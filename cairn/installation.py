@@ -17,6 +17,7 @@ from urllib.parse import unquote, urlsplit
 from cairn import ROOT
 from protocol.errors import CairnError
 from protocol.extras import DISTRIBUTION
+from protocol.python_command import START
 
 if TYPE_CHECKING:
     from importlib.metadata import Distribution
@@ -182,6 +183,8 @@ def processes_of(prefix: Path, processes: Iterable[tuple[int, Sequence[str]]]) -
         remaining = list(arguments[1:])
         while remaining and remaining[0].startswith("-") and remaining[0] not in ("-m", "-c"):
             remaining.pop(0)
+        if remaining[:2] == ["-c", START]:
+            remaining[:2] = ["-m"]
         is_module = remaining[:1] == ["-m"]
         if len(remaining) > is_module and arguments[0].startswith(f"{prefix}{os.sep}"):
             name = remaining[1] if is_module else Path(remaining[0]).name

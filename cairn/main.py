@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import io
-import os
 import subprocess
 import sys
-from importlib.machinery import PathFinder
-from pathlib import Path
 
 import click
 
@@ -36,22 +33,7 @@ from cairn.commands.serve import serve
 from cairn.commands.status import status
 from cairn.commands.upgrade import upgrade
 from cairn.commands.watch import watch
-from protocol.errors import CairnError
 from protocol.version import PROTOCOL
-
-
-def refuse_packages_here() -> None:
-    """Raise CairnError if the current folder has packages that our processes would load in place of ours.
-
-    That is so before Python 3.11, which does not know PYTHONSAFEPATH (see `cairn/__init__.py`).
-    """
-    for name in ("peer", "coordinator", "protocol"):
-        found = PathFinder.find_spec(name, [os.getcwd()])
-        if found and found.origin and not Path(found.origin).resolve().is_relative_to(ROOT):
-            raise CairnError(
-                f"{found.origin} has the name of a part of Cairn and would be loaded instead: run cairn in another "
-                "folder, or with Python 3.11 or newer"
-            )
 
 
 def _commit() -> str:
@@ -89,8 +71,6 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal may have fewer characters than our bars and names need
-    if sys.version_info < (3, 11):
-        refuse_packages_here()
 
 
 @main.group(cls=CommandGroup)

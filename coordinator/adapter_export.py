@@ -19,6 +19,7 @@ from torch import Tensor
 
 from coordinator.export import (
     ADAPTER,
+    CARD,
     MODEL,
     Exported,
     ExportError,
@@ -62,7 +63,7 @@ def export_adapter(
         save_file(named, draft / ADAPTER, metadata={"format": "pt"} | origin.metadata())
         settings.save_pretrained(str(draft))
         card = adapter_card(origin, checkpoint_digest(checkpoint), layout.numel, adapter, config, base)
-        texts = tokenizer_texts(tokenizer, config, chat) | {"README.md": card}
+        texts = tokenizer_texts(tokenizer, config, chat) | {CARD: card}
         if chat is not None:
             texts |= generation_texts(config, chat)
         write_texts(draft, texts)
@@ -90,7 +91,7 @@ def export_merged(
     with new_folder(out, size, force=force) as draft:
         save_file(tensors, draft / MODEL, metadata={"format": "pt"} | origin.metadata())
         card = model_card(origin, checkpoint_digest(checkpoint), layout.numel, made, config)
-        write_texts(draft, model_texts(whole, chat) | tokenizer_texts(tokenizer, config, chat) | {"README.md": card})
+        write_texts(draft, model_texts(whole, chat) | tokenizer_texts(tokenizer, config, chat) | {CARD: card})
     return Exported(out, layout.numel, size)
 
 

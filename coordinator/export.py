@@ -38,6 +38,9 @@ GENERATION = "generation_config.json"
 FRACTIONS = ("temperature", "top_p", "min_p", "repetition_penalty")
 """Its fields that are no whole numbers."""
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+TOKENIZER_CONFIG, CARD = "tokenizer_config.json", "README.md"
+WRITTEN = {MODEL, CONFIG, TOKENIZER, GENERATION, ADAPTER, ADAPTER_CONFIG, TOKENIZER_CONFIG, CARD}
+"""All that an export writes, and so all that it replaces."""
 SPARE = 64 * 1024 * 1024
 """Bytes of free space that are required beside the weights."""
 
@@ -84,7 +87,7 @@ def export(
         digest = _write_weights(checkpoint, held, draft / MODEL, {"format": "pt"} | origin.metadata())
         check_digest(checkpoint, digest, origin.state)
         card = model_card(origin, digest, layout.numel, made, config)
-        write_texts(draft, model_texts(whole, chat) | tokenizer_texts(tokenizer, config, chat) | {"README.md": card})
+        write_texts(draft, model_texts(whole, chat) | tokenizer_texts(tokenizer, config, chat) | {CARD: card})
     return Exported(out, layout.numel, size)
 
 
@@ -181,7 +184,7 @@ def generation_texts(config: Mapping[str, Any], chat: ChatSpec | None) -> dict[s
 def tokenizer_texts(tokenizer: Path, config: Mapping[str, Any], chat: ChatSpec | None) -> dict[str, str]:
     """Return the tokenizer as files. Raises CoordinatorError."""
     text = _read_tokenizer(tokenizer)
-    return {TOKENIZER: text, "tokenizer_config.json": _json(tokenizer_settings(text, tokenizer, config, chat))}
+    return {TOKENIZER: text, TOKENIZER_CONFIG: _json(tokenizer_settings(text, tokenizer, config, chat))}
 
 
 def _json(content: Mapping[str, Any]) -> str:
@@ -287,7 +290,7 @@ def checkpoint_digest(path: Path) -> Digest:
 
 
 def _check_out(out: Path, force: bool) -> None:
-    """Raise ExportError if nothing may be written to `out`. Only a model is ever replaced."""
+    """Raise ExportError if nothing may be written to `out`. Only a model is ever replaced, and nothing else with it."""
     if out.name in ("", "..") or out.is_symlink() or (out.exists() and not out.is_dir()):
         raise ExportError(f"{out}: not a folder that can be made: name a new one")
     try:
@@ -298,6 +301,11 @@ def _check_out(out: Path, force: bool) -> None:
         return
     if not ({CONFIG, MODEL} <= there or {ADAPTER_CONFIG, ADAPTER} <= there) or "cairn.json" in there:
         raise ExportError(f"{out}: is there already, and is no exported model: name another folder")
+    if others := sorted(there - WRITTEN):
+        listed = ", ".join(ascii(n)[1:-1][:80] for n in others[:3]) + ", …" * (len(others) > 3)
+        raise ExportError(
+            f"{out}: has more than a model, which would be lost: {listed}: move that away, or name another folder"
+        )
     if not force:
         raise ExportError(f"{out}: is there already: name another folder, or --force to replace the model in it")
 

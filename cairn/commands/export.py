@@ -29,7 +29,7 @@ def _named(_context: click.Context, _parameter: click.Parameter, text: str | Non
 @click.command()
 @click.argument("checkpoint", type=PLACE)
 @click.argument("out", type=PLACE)
-@click.option("--force", is_flag=True, help="Replace the model that is in OUT.")
+@click.option("--force", is_flag=True, help="Replace the model that is in OUT, if nothing else is.")
 @click.option(
     "--spec", type=FILE, help="The run's spec.json or spec.signed, for a checkpoint file that lies elsewhere."
 )

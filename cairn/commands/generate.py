@@ -56,18 +56,22 @@ def generate_text(
 ) -> str:  # fmt: skip
     """Return the prompt and its continuation; of a model with a chat template its answer alone, unless `raw`.
 
-    With `temperature` 0 each token is the likeliest. Raises CairnError when there is no checkpoint, the prompt is
-    empty, the text is too long for the model, or there is no such device.
+    With `temperature` 0 each token is the likeliest. Raises CairnError when there is no usable checkpoint or no
+    such device, and for a prompt that is empty, not UTF-8, or too long.
     """
     from cairn.chat_question import chat_question
     from cairn.checkpoints import find_checkpoint
     from coordinator.authoring.tokens import open_tokenizer
     from coordinator.checkpoints.archive import MANIFEST
-    from coordinator.checkpoints.evaluation import continue_prompt, load_archived
+    from coordinator.checkpoints.evaluation import continue_prompt, end_tokens, load_archived
     from coordinator.checkpoints.evaluation_job import added_text
     from coordinator.export import ADAPTER_CONFIG, MODEL, TOKENIZER
     from peer.training.device import choose_device
 
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise CairnError("--prompt: not UTF-8 text: convert it, for example with `iconv -t UTF-8`") from None
     there = {name for name in (MANIFEST, MODEL, TOKENIZER, ADAPTER_CONFIG) if (checkpoint / name).is_file()}
     if ADAPTER_CONFIG in there:
         raise CairnError(
@@ -86,7 +90,7 @@ def generate_text(
     if asked is None:
         return tokenizer.decode(continue_prompt(model, ids, tokens=tokens, temperature=temperature, seed=seed))
     ids = tokenizer.encode(asked, add_special_tokens=False).ids
-    ends = _ends_of(model) if chat is None else chat.end_tokens
+    ends = end_tokens(checkpoint) if chat is None else chat.end_tokens
     said = continue_prompt(model, ids, tokens=tokens, temperature=temperature, seed=seed, ends=ends)
     return added_text(tokenizer, ids, said)
 
@@ -103,9 +107,3 @@ def _model_of(found: FoundCheckpoint, device: str) -> Any:
         held_layout(found.checkpoint, found.model.layout, found.origin)
         return load_adapted(found.checkpoint, found.model, base, device)
     return load_checkpoint(found.checkpoint, found.config, found.origin, device)
-
-
-def _ends_of(model: Any) -> list[int]:
-    """Return the tokens that end an answer of an exported model."""
-    end = model.generation_config.eos_token_id
-    return end if isinstance(end, list) else [end] * (end is not None)

@@ -14,6 +14,7 @@ from pathlib import Path
 from cairn.commands.join import JoinOptions, join_run
 from protocol.errors import CairnError
 from protocol.invite import Invite
+from protocol.python_command import python_command
 
 
 def join_and_lie(lie: str, invite: str, home: Path, name: str) -> None:
@@ -25,7 +26,7 @@ def join_and_lie(lie: str, invite: str, home: Path, name: str) -> None:
             invite=invite, home=home, name=name, device="cpu", parallel="auto", recompute="auto", compile="auto",
             overlap="on", threads=1, listen=("/ip4/127.0.0.1/tcp/0",), announce=(), disk=10**10,
             allow_private_data=False, audit_device="off", plain=True, via=(),
-            trainer_command=(sys.executable, "-m", "cairn.demo.lying_trainer", lie),
+            trainer_command=tuple(python_command("cairn.demo.lying_trainer", lie)),
         )
     )  # fmt: skip
 

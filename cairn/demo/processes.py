@@ -8,7 +8,6 @@ import random
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from peer.parent_process import exit_with_parent
 from protocol.errors import CairnError
+from protocol.python_command import python_command
 
 FIRST_PORT = 10_000
 """The least port that `free_ports` returns."""
@@ -101,7 +101,7 @@ class Process(Running):
     ):
         self.home = folder / name
         self.home.mkdir(parents=True, exist_ok=True)
-        command = [*within, sys.executable, "-m", module, *arguments]
+        command = [*within, *python_command(module, *arguments)]
         super().__init__(name, command, self.home / "output.txt", environment)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,15 +14,16 @@ import numpy as np
 import torch
 
 from coordinator.errors import CoordinatorError
-from coordinator.export import held_layout
+from coordinator.export import CONFIG, GENERATION, MODEL, held_layout
 from coordinator.model_card import Origin
 from coordinator.quiet_transformers import quiet_transformers
 from protocol.adapter import build_run_model, load_base
+from protocol.errors import SpecError
 from protocol.layout import is_outer_tensor
 from protocol.marked_tokens import IGNORED, inputs_of
 from protocol.model import build_model, load_state, model_layout
 from protocol.packed_sequences import documents_apart
-from protocol.spec import DataSpec, ModelSpec, windows_in
+from protocol.spec import NUMBER, DataSpec, ModelSpec, windows_in
 
 BATCH = 16
 """Most windows that are evaluated at once."""
@@ -31,25 +33,42 @@ LOGITS_BYTES = 256 * 1024 * 1024
 
 
 def load_archived(folder: Path, device: str = "cpu") -> torch.nn.Module:
-    """Load the model in an archived folder, in evaluation mode. Raises CoordinatorError for anything else."""
+    """Load the model in an archived folder, in evaluation mode. Raises CoordinatorError for anything else.
+
+    The folder may be a stranger's. Of its config only fields of the model are used: others name code to fetch.
+    """
+    from safetensors import SafetensorError
+    from transformers.generation.configuration_utils import GenerationConfig
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-    if not (folder / "config.json").is_file() or not (folder / "model.safetensors").is_file():
+    from coordinator.authoring.pretrained import unknown_fields
+
+    if not (folder / CONFIG).is_file() or not (folder / MODEL).is_file():
         raise CoordinatorError(
-            f"{folder} is not an archived checkpoint: it has no config.json and model.safetensors; "
+            f"{folder} is not an archived checkpoint: it has no {CONFIG} and {MODEL}; "
             "name a folder like checkpoints/round-000030 of a coordinator"
         )
+    given = _settings(folder / CONFIG)
+    if given.get("quantization_config") is not None:
+        raise CoordinatorError(f"{folder}: its weights are quantised: take the model that they were made from")
+    left_out = unknown_fields(given)
+    try:
+        empty: Any = build_model({k: v for k, v in given.items() if k not in left_out}, device="meta")
+    except SpecError as e:
+        raise CoordinatorError(f"{folder / CONFIG}: {e}") from None
     try:
         with quiet_transformers():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
+                config=empty.config,
+                generation_config=GenerationConfig(),  # so the folder's is not read
                 local_files_only=True,
                 use_safetensors=True,
                 dtype=torch.float32,
                 output_loading_info=True,
                 trust_remote_code=False,
             )
-    except (OSError, ValueError, RuntimeError) as e:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as e:
         raise CoordinatorError(f"{folder} does not load: {' '.join(str(e).split())[:300]}") from None
     model, said = loaded
     # A state has the outer step's tensors beside the model.
@@ -60,6 +79,27 @@ def load_archived(folder: Path, device: str = "cpu") -> torch.nn.Module:
         raise CoordinatorError(f"{folder}: its tensors are not its config's: {', '.join(missing)[:300]}")
     model.to(torch.device(device))
     return model.eval()
+
+
+def end_tokens(folder: Path) -> list[int]:
+    """Return the tokens that end an answer of the model in a folder. Raises CoordinatorError."""
+    path = folder / (GENERATION if (folder / GENERATION).is_file() else CONFIG)
+    end = _settings(path).get("eos_token_id")
+    ends: list[Any] = end if isinstance(end, list) else [end] * (end is not None)
+    if not all(type(e) is int and 0 <= e <= NUMBER for e in ends):
+        raise CoordinatorError(f"{path}: its eos_token_id is no token's number: take another copy of the model")
+    return ends
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    """Return the fields of a JSON file. Raises CoordinatorError."""
+    try:
+        given = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as e:
+        raise CoordinatorError(f"{path}: cannot be read: {e}: take another copy of the model") from None
+    if not isinstance(given, dict):
+        raise CoordinatorError(f"{path}: not a model's settings: take another copy of the model")
+    return given
 
 
 def load_checkpoint(
@@ -173,7 +213,7 @@ def continue_prompt(
     """Return the prompt and `tokens` tokens that the model adds, or fewer if it adds one of `ends`.
 
     `temperature` 0 is greedy. Settings that came with the model are not used. Raises CoordinatorError for more tokens
-    than the model can read.
+    than the model can read, and for a model whose output is not finite.
     """
     from transformers.generation.configuration_utils import GenerationConfig
 
@@ -194,9 +234,17 @@ def continue_prompt(
             max_new_tokens=tokens,
             pad_token_id=0,
             eos_token_id=list(ends) or None,
+            logits_processor=[_refuse_divergence],
             **sampling,
         )
     return out[0].tolist()
+
+
+def _refuse_divergence(_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Return the scores of the next token unchanged. Raises CoordinatorError unless the highest is finite."""
+    if not bool(scores.amax(-1).isfinite().all()):  # NaN if any score is
+        raise CoordinatorError("the model has diverged: its output is not finite; take an earlier checkpoint")
+    return scores
 
 
 def _positions(model: torch.nn.Module) -> int | None:

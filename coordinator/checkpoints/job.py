@@ -22,6 +22,7 @@ import async_timeout
 from coordinator.errors import CoordinatorError
 from protocol.errors import CairnError
 from protocol.plain_text import one_line
+from protocol.python_command import python_command
 
 Row = dict[str, Any]
 MAX_LINE = 1024 * 1024
@@ -38,12 +39,12 @@ class JobError(CoordinatorError):
 async def run_job(
     module: str, job: Row, on_row: Callable[[Row], None], *, deadline: float, silence: float | None = None
 ) -> None:
-    """Run `python -m module` with this job; `on_row` is called with each row. A cancellation kills the process.
+    """Run a module with this job; `on_row` is called with each row. A cancellation kills the process.
 
     `deadline` is seconds for all of it, `silence` seconds without a row. Raises JobError.
     """
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", module, str(os.getpid()), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+        *python_command(module, str(os.getpid())), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE, start_new_session=True, limit=MAX_LINE,
     )  # fmt: skip
     stdin, stdout, stderr = process.stdin, process.stdout, process.stderr

@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from peer.channel.messages import MAX_LINE, FromTrainer, ToTrainer, from_line, t
 from peer.errors import ChannelError, TrainerDied
 from protocol.errors import os_reason
 from protocol.plain_text import one_line
+from protocol.python_command import python_command
 
 log = logging.getLogger(__name__)
 
@@ -102,10 +102,10 @@ class TrainerLink:
     ) -> TrainerLink:
         """Start a trainer's process, which then waits for `Start`. It ends with this process, however this one ends.
 
-        `command` replaces `python -m peer.training` (for tests).
+        `command` replaces that of `peer.training` (for tests).
         Raises TrainerDied when the process cannot be started.
         """
-        argv = [*(command or (sys.executable, "-m", "peer.training")), "--parent", str(os.getpid())]
+        argv = [*(command or python_command("peer.training")), "--parent", str(os.getpid())]
         try:
             ours, theirs = socket.socketpair()
         except OSError as e:

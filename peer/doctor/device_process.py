@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from peer.channel import MomentForm
 from peer.channel.link import trainer_environment
 from peer.doctor.measurements import Device, Sample, Trial
 from peer.errors import PeerError
+from protocol.python_command import python_command
 
 CHECK_SECONDS = 300.0
 """Seconds to import torch, to reach a device and to build a model: a cold disk can take minutes."""
@@ -42,7 +42,7 @@ async def run_check(spec: Path, words: Sequence[str], report: Report, *, threads
 
     Raises PeerError if it cannot start, asyncio.TimeoutError.
     """
-    command = [sys.executable, "-m", "peer.training.machine_check", "--parent", str(os.getpid()), "--spec", str(spec)]
+    command = python_command("peer.training.machine_check", "--parent", str(os.getpid()), "--spec", str(spec))
     try:
         process = await asyncio.create_subprocess_exec(
             *command, *words, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,

@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 from collections.abc import Sequence
 
 from peer.auditor.job import MAX_ANSWER, AuditAnswer, Job, job_line, parse_answer
 from peer.channel.link import trainer_environment
 from peer.errors import AuditError, AuditTimeout
+from protocol.python_command import python_command
 
 MAX_WORDS = 16 * 1024
 """Bytes of the process's last words that are kept."""
@@ -21,8 +21,8 @@ class AuditProcess:
     """One auditor's process at a time, for one job at a time. A process that fails is not used again."""
 
     def __init__(self, command: Sequence[str] = ()):
-        """`command` replaces `python -m peer.auditor` (for tests)."""
-        self._command = command or (sys.executable, "-m", "peer.auditor")
+        """`command` replaces that of `peer.auditor` (for tests)."""
+        self._command = command or python_command("peer.auditor")
         self._process: asyncio.subprocess.Process | None = None
         self._words: asyncio.Task[bytes] | None = None
         self._exchanging: asyncio.Task[bytes] | None = None

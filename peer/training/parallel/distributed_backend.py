@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -37,6 +36,7 @@ from peer.training.parallel.rank_worker import OUT_OF_MEMORY, STEPPING, Command,
 from peer.training.saved_state import SavedState
 from protocol.ids import Digest
 from protocol.outer import Contribution
+from protocol.python_command import python_command
 from protocol.spec import RunSpec
 
 LEAVE_SECONDS = 5.0
@@ -145,7 +145,7 @@ class DistributedBackend:
             "gpu_memory": self._gpu_memory, "home": self._home,
             "base": None if self._base is None else str(self._base),
         }  # fmt: skip
-        command = [sys.executable, "-m", "peer.training.rank", json.dumps(options)]
+        command = python_command("peer.training.rank", json.dumps(options))
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
         try:
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)

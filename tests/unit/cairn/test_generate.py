@@ -79,3 +79,17 @@ def test_a_gpu_without_the_memory_is_an_error_with_a_remedy(tmp_path, monkeypatc
     monkeypatch.setattr(generate, "generate_text", too_large)
     done = CliRunner().invoke(main, ["generate", str(tmp_path), "--prompt", "hello"])
     assert done.exit_code == 1 and "leave out --device to use the CPU" in done.output and "CUDA out" not in done.output
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_a_model_that_has_diverged_is_said_to_have(temperature: float):
+    model = _model(LLAMA)
+    with torch.no_grad():
+        next(model.parameters()).fill_(torch.nan)
+    with pytest.raises(CairnError, match="the model has diverged"):
+        continue_prompt(model, [5, 6, 7], tokens=2, temperature=temperature, seed=0)
+
+
+def test_a_prompt_that_is_no_text_is_refused(tmp_path):
+    done = CliRunner().invoke(main, ["generate", str(tmp_path), "--prompt", "caf\udce9"])
+    assert done.exit_code == 1 and "--prompt: not UTF-8 text" in done.output

@@ -19,6 +19,7 @@ from cairn import ROOT
 from cairn.commands import upgrade
 from cairn.installation import Facts, plan, processes_of
 from protocol.errors import CairnError
+from protocol.python_command import python_command
 
 PIP = Facts("/env/bin/python")
 FOLDER = {"url": "file:///home/ada/my%20cairn", "dir_info": {}}
@@ -129,9 +130,11 @@ def test_what_runs_from_an_environment_is_found_by_its_python():
         8: [python],
         9: [],
         10: ["/bin/grep", "cairn"],
+        11: [python, *python_command("peer.auditor")[1:], "--parent", "1"],
     }
     assert processes_of(Path("/env"), processes.items()) == {1: "cairn peer join", 2: "cairn coordinator serve"}
     assert processes_of(Path("/env"), [(3, processes[3])]) == {3: "peer.training"}
+    assert processes_of(Path("/env"), [(11, processes[11])]) == {11: "peer.auditor"}
 
 
 def test_a_version_that_is_not_told_in_time_is_an_error_in_words(monkeypatch: pytest.MonkeyPatch):

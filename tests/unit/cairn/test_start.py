@@ -11,42 +11,56 @@ import pytest
 
 import cairn
 from cairn.demo.report import Judged, LossPoint, plot
-from cairn.main import refuse_packages_here
-from protocol.errors import CairnError
+from protocol.python_command import python_command
 from protocol.version import PROTOCOL
 from tests.support import command_line
 
 
 @pytest.fixture
 def foreign(tmp_path: Path) -> Path:
-    """Return a folder with another project's `protocol`."""
+    """Return a folder with another project's `protocol`, and a module of the standard library's name."""
     (tmp_path / "protocol").mkdir()
     (tmp_path / "protocol" / "__init__.py").write_text("raise ImportError('another project')")
+    (tmp_path / "colorsys.py").write_text("raise ImportError('a stranger')")
     return tmp_path
 
 
-def test_processes_load_the_packages_of_this_cairn_and_not_those_of_the_current_folder(foreign: Path):
-    if sys.version_info < (3, 11):
-        pytest.skip("Python 3.10 has no PYTHONSAFEPATH; the command refuses to start there instead")
+def test_processes_load_no_code_from_the_current_folder(foreign: Path):
+    """Without PYTHONSAFEPATH, as with Python 3.10. `tests` is found by the PYTHONPATH of the user."""
+    environment = _environment(str(cairn.ROOT))
+    plain = subprocess.run([sys.executable, "-m", "colorsys"], cwd=foreign, env=environment, check=False)
+    assert plain.returncode != 0
+    for module in ("colorsys", "protocol.invite", "tests.support.command_line"):
+        subprocess.run(python_command(module), cwd=foreign, env=environment, check=True, timeout=120)
+
+
+def test_a_process_is_started_as_python_does_it(tmp_path: Path):
+    (tmp_path / "shown.py").write_text("import sys; print(__name__, sys.modules['__main__'].__spec__.name, sys.argv)")
+    done = subprocess.run(
+        python_command("shown", "a", "-b"), env=_environment(str(tmp_path)), capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split(" ", 2) == ["__main__", "shown", f"{[str(tmp_path / 'shown.py'), 'a', '-b']}\n"]
+
+
+def test_every_process_of_ours_is_started_so():
+    others = {"cairn/commands/upgrade.py", "cairn/installation.py", "protocol/extras.py"}  # these run pip, or elsewhere
+    for package in ("cairn", "coordinator", "peer", "protocol"):
+        for path in (cairn.ROOT / package).rglob("*.py"):
+            name = path.relative_to(cairn.ROOT).as_posix()
+            assert name in others or 'sys.executable, "-m"' not in path.read_text(), name
+
+
+def test_processes_load_the_packages_of_this_cairn_and_not_others_on_the_path(foreign: Path):
+    (foreign / "colorsys.py").unlink()
     root = os.pathsep.join([str(foreign), str(cairn.ROOT)])
-    child = "import subprocess, sys, cairn; subprocess.run([sys.executable, '-m', 'protocol.invite'], check=True)"
-    plain = subprocess.run([sys.executable, "-m", "protocol.invite"], cwd=foreign, env=_environment(root))
+    child = f"import cairn, subprocess; subprocess.run({python_command('protocol.invite')}, check=True)"
+    plain = subprocess.run(python_command("protocol.invite"), cwd=foreign, env=_environment(root), check=False)
     assert plain.returncode != 0
     subprocess.run([sys.executable, "-c", child], cwd=foreign, env=_environment(root), check=True, timeout=120)
 
 
 def _environment(path: str) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"} | {"PYTHONPATH": path}
-
-
-def test_a_package_here_that_would_be_loaded_is_named(foreign: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(cairn.ROOT)
-    refuse_packages_here()
-    monkeypatch.chdir(foreign)
-    with pytest.raises(CairnError, match=r"protocol/__init__\.py has the name of a part of Cairn.*another folder"):
-        refuse_packages_here()
-    (foreign / "protocol" / "__init__.py").unlink()
-    refuse_packages_here()  # a folder without modules is loaded only if nothing else has its name
 
 
 def test_the_version_of_a_checkout_has_its_commit():

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from coordinator.checkpoints.archive import LEFT, MANIFEST, Archive, ArchivedState, read_manifest
-from coordinator.checkpoints.evaluation import load_archived, measure
+from coordinator.checkpoints.evaluation import end_tokens, load_archived, measure
 from coordinator.checkpoints.retention import RetentionPolicy
 from coordinator.errors import CoordinatorError
 from protocol.chain import genesis_digest
@@ -245,6 +245,21 @@ def test_a_state_with_momentum_loads_as_its_model_without_a_word(tmp_path, capfd
     loaded = load_archived(tmp_path)
     assert all(torch.equal(p, parameters_of(model)[n]) for n, p in parameters_of(loaded).items())
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_model_from_strangers_fetches_no_code_and_is_refused_in_one_line(tmp_path):
+    model = archived_model(tmp_path, lambda tensors: None)
+    whole = SPEC.model.config | {"_attn_implementation": "evil-org/kernel", "experts_implementation": "evil-org/x"}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    (tmp_path / "generation_config.json").write_text("[]")
+    loaded = load_archived(tmp_path)  # the library's loader would ask for the kernel, or for the package to fetch it
+    assert parameters_of(loaded).keys() == parameters_of(model).keys()
+    with pytest.raises(CoordinatorError, match=r"generation_config\.json: not a model's settings"):
+        end_tokens(tmp_path)
+    for wrong in ({"hidden_act": "nope"}, {"num_attention_heads": 0}, {"rope_scaling": {"rope_type": "nope"}}):
+        (tmp_path / "config.json").write_text(json.dumps(SPEC.model.config | wrong))
+        with pytest.raises(CoordinatorError, match=r"config\.json: model: "):
+            load_archived(tmp_path)
 
 
 def test_a_state_of_another_model_does_not_load(tmp_path):

@@ -447,16 +447,26 @@ def test_only_a_model_is_ever_replaced_and_only_by_force(world: World, tmp_path:
     archived, thesis = world.archive(4), tmp_path / "thesis"
     thesis.mkdir()
     export(archived, thesis)  # an empty folder is as good as none
-    (thesis / "notes.txt").write_text("old")
     assert "--force" in refused("export", archived, thesis)
     export(world.archive(6), thesis, "--force")
-    assert "| 6 |" in (thesis / "README.md").read_text() and not (thesis / "notes.txt").exists()
+    assert "| 6 |" in (thesis / "README.md").read_text()
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "years.txt").write_text("of it")
     assert "no exported model" in refused("export", archived, tmp_path / "work", "--force")
     assert "no exported model" in refused("export", archived, archived, "--force")
     assert "not a folder" in refused("export", archived, tmp_path / "work" / "years.txt", "--force")
     assert (tmp_path / "work" / "years.txt").read_text() == "of it" and (archived / "cairn.json").exists()
+
+
+def test_a_clone_of_a_hub_keeps_what_no_export_wrote(world: World, tmp_path: Path):
+    archived, clone = world.archive(4), tmp_path / "clone"
+    export(archived, clone)
+    (clone / ".git").mkdir()
+    for name in ("notes.txt", "eval.csv", "logo.png"):
+        (clone / name).write_text("mine")
+    said = refused("export", archived, clone, "--force")
+    assert "would be lost: .git, eval.csv, logo.png, …: move that away, or name another folder" in said
+    assert (clone / ".git").is_dir() and (clone / "notes.txt").read_text() == "mine"
 
 
 def test_each_file_of_a_draft_is_on_disk_before_it_takes_the_name(tmp_path: Path, monkeypatch):
@@ -695,6 +705,15 @@ def test_what_a_folder_holds_is_told_without_reading_it(model: Path):
     found = read_headers(model)
     assert found.numel == sum(t.numel() for t in load_file(model / "model.safetensors").values())
     assert found.files == (model / "model.safetensors",)
+
+
+@pytest.mark.parametrize("settings", ["[]", '{"watermarking_config": 5}'])
+def test_settings_of_generation_at_which_the_weights_do_not_load_are_refused_early(
+    model: Path, tmp_path: Path, settings: str
+):
+    path = init(model, tmp_path)
+    (model / "generation_config.json").write_text(settings)
+    assert "generation_config.json: transformers cannot use it: " in refused("run", "validate", path)
 
 
 def test_fields_that_a_config_s_author_has_added_are_left_out_and_named(model: Path, tmp_path: Path):
