@@ -7,15 +7,13 @@ import hmac
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from google.protobuf.message import DecodeError
-
 from coordinator.admission_table import NEW_KEYS, AdmissionTable
 from coordinator.errors import RefusedError, TooManyError, UnknownRunError
 from coordinator.ledger import AdmissionRow, Ledger
 from coordinator.ledger_thread import LedgerThread
 from coordinator.limits import WIDER
 from coordinator.tasks import finish
-from protocol.checks import bounded
+from protocol.checks import PARSE_ERRORS, bounded
 from protocol.envelope import open_envelope
 from protocol.errors import MalformedError
 from protocol.identity import Identity
@@ -79,7 +77,7 @@ def open_request(sent: bytes) -> AdmissionRequest:
     body = wire.AdmissionRequest()
     try:
         body.ParseFromString(envelope.payload)
-    except DecodeError:
+    except PARSE_ERRORS:
         raise MalformedError("the payload of an admit request does not parse") from None
     name = body.name.strip()
     if len(name.encode()) > MAX_NAME or not is_plain(name):

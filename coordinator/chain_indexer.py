@@ -138,7 +138,7 @@ class ChainIndexer:
             while at != base and (certificate := self._view.certificate(at)) is not None:
                 path.append(credits_of(certificate, self._rule))
                 at = path[-1].parent
-                await asyncio.sleep(0)  # each is verified, and there may be thousands
+                await asyncio.sleep(0)  # each is read and decoded, and there may be thousands
             if at != base:
                 log.error("rounds that rollback %d left are not credited: no certificates of them here", rollback.epoch)
                 path = []

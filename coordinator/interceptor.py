@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 import async_timeout
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
 
 from coordinator.errors import LedgerConflictError, LedgerError, RefusedError, TooManyError, UnknownRunError
 from coordinator.limits import ConcurrencyLimit, NetworkLimit, Rate, RateLimit, caller_of, is_loopback, refuse_before
+from protocol.checks import PARSE_ERRORS
 from protocol.errors import AdmissionError, CairnError, MalformedError, SignatureError
 
 log = logging.getLogger(__name__)
@@ -263,7 +263,7 @@ def _parsed(parse: Callable[[bytes], T], sent: Any) -> T:
         raise MalformedError("the call carries no request")
     try:
         return parse(sent)
-    except DecodeError:
+    except PARSE_ERRORS:
         raise MalformedError("the request is no message of this method: update Cairn") from None
 
 

@@ -400,11 +400,13 @@ class CoordinatorClient:
         async with self._opening[place]:
             if (channel := self._channels.get(place)) is None:
                 endpoint, expected = place.endpoint, place.fingerprint
+                # The system may look for a name for minutes, and tries each of its addresses for CONNECT_SECONDS.
+                seconds = max(self._timeout, 6 * CONNECT_SECONDS)
                 try:
-                    async with async_timeout.timeout(self._timeout):  # the system may look for a name for longer
+                    async with async_timeout.timeout(seconds):
                         der = await asyncio.to_thread(server_certificate, endpoint)
                 except asyncio.TimeoutError:
-                    raise _silent(endpoint, f"no connection in {self._timeout:.0f} s") from None
+                    raise _silent(endpoint, f"no connection in {seconds:.0f} s") from None
                 if sha256(der) != expected:
                     raise WrongCoordinator(
                         f"the coordinator at {endpoint} shows another certificate than the invite names "

@@ -79,7 +79,7 @@ class ChainLimits:
     max_update_windows: int
     max_members: int
     max_records: int = 4096
-    max_bytes: int = 256 * 1024 * 1024
+    max_bytes: int = 512 * 1024 * 1024
     max_side_records: int = 256
     """Records that are not on the head's path: those whose voters have the least stake are dropped first."""
 

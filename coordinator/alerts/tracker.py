@@ -4,7 +4,8 @@ Durations do not depend on how the clock is set meanwhile: all times move with i
 most now.
 
 Strangers can make the cause of an alert come and go. So an alert that fires again within a day of its end is sent at
-once, but resolved later: each time its cause must be gone for longer.
+once, but resolved later: each time its cause must be gone for longer. A cause that returns before that is sent again,
+every RETURN_SECONDS at most: it may be a worse one.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ CLEAR_SECONDS = (0.0, 3600.0, 4 * 3600.0, 16 * 3600.0, AGAIN_SECONDS)
 
 MAX_WAITING = 64
 """Maximum number of undelivered events for a webhook; the oldest is dropped first."""
+
+RETURN_SECONDS = 1800.0
+"""Seconds after an event from which a cause that was gone, of an alert that is not resolved yet, is sent again."""
 
 SET_SECONDS = 1.0
 """Seconds by which a clock is set at least; what is less may be its own gait."""
@@ -63,7 +67,8 @@ class _State:
     """The state of one rule; times in unix seconds.
 
     `wrong_since` and `right_since` begin the unbroken judgement, `sent_at` is the time of the last event. `ended_at` is
-    when the alert was resolved last, `again` how often it fired within AGAIN_SECONDS of that.
+    when the alert was resolved last, `again` how often it fired within AGAIN_SECONDS of that. `returned`: its cause was
+    gone, and is back.
     """
 
     wrong_since: float | None = None
@@ -72,6 +77,7 @@ class _State:
     sent_at: float = 0.0
     ended_at: float = 0.0
     again: int = 0
+    returned: bool = False
     message: str = ""
     memory: Memory = field(default_factory=dict)
 
@@ -170,6 +176,8 @@ class AlertTracker:
         message = "" if rests else rule.judge(s.memory, seen)
         if message is None:
             return
+        was_gone = s.right_since is not None and now - s.right_since >= rule.clear
+        s.returned = bool(message) and s.since is not None and (s.returned or was_gone)
         s.wrong_since = (now if s.wrong_since is None else s.wrong_since) if message else None
         s.right_since = (now if s.right_since is None else s.right_since) if not message else None
 
@@ -186,8 +194,8 @@ class AlertTracker:
                 s.again = s.again + 1 if 0 <= now - s.ended_at < AGAIN_SECONDS else 0
                 s.since, s.sent_at = s.wrong_since, now
                 yield event("fired")
-            elif s.since is not None and is_news:
-                s.sent_at = now
+            elif s.since is not None and (is_news or s.returned and now - s.sent_at >= RETURN_SECONDS):
+                s.sent_at, s.returned = now, False
                 yield event("fired")
             elif s.since is not None and not 0 <= now - s.sent_at < self._repeat:
                 s.sent_at = now

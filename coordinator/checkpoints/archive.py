@@ -32,12 +32,12 @@ from pathlib import Path
 from typing import Any
 
 import rfc8785
-from google.protobuf.message import DecodeError
 
 from coordinator import durable
 from coordinator.checkpoints.retention import RetentionCandidate, RetentionPolicy, evictable, to_delete
 from coordinator.errors import CoordinatorError
 from coordinator.regular_file import read_regular
+from protocol.checks import PARSE_ERRORS
 from protocol.envelope import open_envelope
 from protocol.errors import MalformedError, ProtocolError, os_reason
 from protocol.ids import MAX_COUNT, MAX_ROUND, Digest, RunId
@@ -83,7 +83,7 @@ class ArchivedState:
         """The epoch of its finalization: that of the newest rollback then, 0 before the first. -1: it is not final."""
         try:
             return wire.Finalization.FromString(open_envelope(self.final, "finalization").payload).epoch
-        except (ProtocolError, DecodeError):
+        except (ProtocolError, *PARSE_ERRORS):
             return -1
 
     @property

@@ -40,7 +40,10 @@ MAX_UNDECIDED = 25
 """Undecided cases in one answer."""
 
 MAX_READS = 8
-"""Pages of old rounds that are read from the ledger at once, and certificates that are read from the chain."""
+"""Pages of old rounds that are read from the ledger at once."""
+
+MAX_CHAIN_READS = 2
+"""Old certificates that are read from the chain at once: the coordinator's own reads wait behind them."""
 
 _FOLDER = re.compile(r"round-[0-9]{6,12}")
 
@@ -84,7 +87,9 @@ class PageApi:
     _cases: tuple[object, dict[tuple[Digest, Round | None], dict[str, Any]]] | None = field(default=None, init=False)
     """The cases that were shown since the newest record, by update and deciding round: each has up to 66 reports."""
     _reads: ConcurrencyLimit = field(default_factory=lambda: ConcurrencyLimit(MAX_READS, MAX_READS), init=False)
-    _chain_reads: ConcurrencyLimit = field(default_factory=lambda: ConcurrencyLimit(MAX_READS, MAX_READS), init=False)
+    _chain_reads: ConcurrencyLimit = field(
+        default_factory=lambda: ConcurrencyLimit(MAX_CHAIN_READS, MAX_CHAIN_READS), init=False
+    )
 
     @property
     def head(self) -> Hashable:

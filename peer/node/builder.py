@@ -47,7 +47,7 @@ from protocol.reduce import Reduction
 from protocol.rounds.machine import RoundMachine
 from protocol.rounds.policy import RoundPolicy
 
-OBSERVED_RECORDS, OBSERVED_BYTES = 200_000, 2**30
+OBSERVED_RECORDS, OBSERVED_BYTES = 200_000, 2**31
 """The chain in an observer's memory: its coordinator may have to catch up from far behind."""
 
 

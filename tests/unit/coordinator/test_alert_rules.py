@@ -253,6 +253,17 @@ def test_a_cause_that_comes_and_goes_is_sent_at_once_and_a_few_times_a_day(bad):
     assert world.look(2, **bad)[0][1] == "fired" and world.good_rounds(3)[-1][1] == "resolved", "it is forgiven"
 
 
+def test_a_cause_that_returns_before_its_alert_is_resolved_is_sent_again():
+    """It may be a worse one."""
+    world = World()
+    for _ in range(2):  # from the second time on the cause must be gone for an hour
+        assert world.look(1, **BAD["disk"]) == [("disk", "fired")]
+        gone = world.look(5, seconds=60)
+    assert gone == []
+    assert world.look(20, seconds=60, **BAD["disk"]) == []
+    assert world.look(100, seconds=60, **BAD["disk"]) == [("disk", "fired")]
+
+
 def test_a_faulty_rule_silences_no_other_and_is_logged_once(monkeypatch, caplog):
     def faulty(*_) -> str:
         raise ZeroDivisionError

@@ -33,7 +33,7 @@ from coordinator.limits import ConcurrencyLimit
 from coordinator.overview import PeerOverview
 from coordinator.page import downloads, json_view, openapi, pictures, response_limits, schemas
 from coordinator.page.answers import MAX_KEPT, AnswerCache, EncodedBody
-from coordinator.page.api import MAX_READS, PageApi
+from coordinator.page.api import MAX_CHAIN_READS, PageApi
 from coordinator.page.app import make_app
 from coordinator.page.credit_routes import CREDIT_ENDPOINTS
 from coordinator.page.endpoints import ENDPOINTS, SORTS, ApiEndpoint
@@ -321,8 +321,9 @@ async def test_a_peer_that_left_long_ago_is_not_listed_and_is_found_by_its_key_w
         for _ in range(MAX_REMEMBERED + 4):
             swarm.round({0: 600, 1: 700})
         await settled(c, MAX_REMEMBERED + 5)
+        await until(lambda: c.api.peers("state", False, "", 0, 25)["total"] == 2, "the others are not listed")
         found = c.api.peers("state", False, "", 0, 25)
-        assert found["total"] == 2 and {p["peer"] for p in found["peers"]} == {str(peer(n).key) for n in (0, 1)}
+        assert {p["peer"] for p in found["peers"]} == {str(peer(n).key) for n in (0, 1)}
         for n in (7, 8):
             shown = c.api.peer(peer(n).key)["peer"]
             assert shown["phase"] == "gone" and shown["micro_credits_settled"] > 0
@@ -357,13 +358,13 @@ async def test_few_certificates_are_read_at_once_and_who_asks_for_more_is_told_t
     view = SimpleNamespace(certificates_after=certificates_after)
     app = make_app(replace(world.coordinator.api, view=view))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as get:
-        asked = [asyncio.create_task(get.get(f"/api/rounds/{n}/certificate")) for n in range(MAX_READS)]
-        await until(lambda: len(reading) == MAX_READS)
-        refused = await get.get(f"/api/rounds/{MAX_READS}/certificate")
-        assert (refused.status_code, refused.headers["retry-after"]) == (503, "5") and len(reading) == MAX_READS
+        asked = [asyncio.create_task(get.get(f"/api/rounds/{n}/certificate")) for n in range(MAX_CHAIN_READS)]
+        await until(lambda: len(reading) == MAX_CHAIN_READS)
+        refused = await get.get(f"/api/rounds/{MAX_CHAIN_READS}/certificate")
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "5") and len(reading) == MAX_CHAIN_READS
         may_end.set()
         assert {(await each).status_code for each in asked} == {404}
-        assert (await get.get(f"/api/rounds/{MAX_READS}/certificate")).status_code == 404, "there is room again"
+        assert (await get.get(f"/api/rounds/{MAX_CHAIN_READS}/certificate")).status_code == 404, "there is room again"
 
 
 async def test_what_is_told_of_credits_is_what_the_document_says(world):

@@ -72,7 +72,8 @@ async def test_a_place_that_is_silent_keeps_no_call_from_another(asked: list[Hos
         await asyncio.gather(first, second, return_exceptions=True)
 
 
-async def test_a_name_that_is_looked_for_too_long_is_an_address_that_does_not_answer(asked: list[HostPort]):
+async def test_a_name_that_is_looked_for_too_long_is_an_address_that_does_not_answer(asked, monkeypatch):
+    monkeypatch.setattr(coordinator_client, "CONNECT_SECONDS", 0.01)
     async with CoordinatorClient(Invite(RUN, NAME, (SLOW, QUICK)), timeout=0.05) as client:
         with pytest.raises(WrongCoordinator):  # of the other place, to which it goes on
             await ended(client.get_run(attempts=1))
