@@ -75,12 +75,13 @@ def _encode_admission(b: Admission) -> Message:
 
 
 def _encode_header(b: UpdateHeader) -> Message:
-    return wire.UpdateHeader(
+    m = wire.UpdateHeader(
         run=b.run, round=b.round, parent=b.parent, base_state=b.base_state, first_window=b.first_window,
-        end_window=b.end_window, inner_steps=b.inner_steps, blob=b.blob, blob_size=b.blob_size,
-        loss=unsigned_zero(b.loss),
+        end_window=b.end_window, inner_steps=b.inner_steps, blob=b.blob, blob_size=b.blob_size, loss=b.loss,
         admission=b.admission, epoch=b.epoch, rebase_window=b.rebase_window,
     )  # fmt: skip
+    m.loss = unsigned_zero(m.loss)  # rounded to 32 bits, a loss just below 0 is -0
+    return m
 
 
 def _encode_record(b: RoundRecord) -> Message:

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from protocol.envelope import content_digest, seal
@@ -108,6 +108,7 @@ def test_every_heartbeat_survives_the_wire(fields: dict[str, Any]):
 
 
 @given(st.floats(-1e30, 1e30))
+@example(-1e-60)
 def test_a_signer_holds_the_loss_that_others_read(loss: float):
     assert decoder().decode_header(header(PEERS[1], loss=loss).encoded) == header(PEERS[1], loss=loss)
 
