@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from coordinator.authoring.errors import AuthoringError
 from coordinator.authoring.toml_file import read_text, tomllib
+from coordinator.regular_file import read_regular
 from protocol.errors import SpecError
 from protocol.layout import Layout
 from protocol.spec import AdapterSettings, explain
@@ -26,10 +27,23 @@ FROM_TOKENIZER = ("bos_token_id", "eos_token_id")
 """Fields that a run.toml leaves out, because they come from the run's tokenizer."""
 LEAST_PARAMETERS = 200_000
 """Parameters of the smallest Llama that `llama_of` can make, approximately."""
+MAX_SETTINGS = 4 * 1024 * 1024
+"""Bytes of a config.json: usual ones have thousands."""
 
 
 class ModelFileError(AuthoringError):
     """A file that holds no model, or none that can be trained."""
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return the fields of a model's JSON file, such as config.json, unchanged. Raises ModelFileError."""
+    try:
+        given = json.loads(read_regular(path, MAX_SETTINGS))
+    except (OSError, ValueError, RecursionError) as e:
+        raise ModelFileError(f"{path}: cannot be read: {e}: take another copy of the model") from None
+    if not isinstance(given, dict):
+        raise ModelFileError(f"{path}: not a model's settings: take another copy of the model")
+    return given
 
 
 @dataclass(frozen=True)

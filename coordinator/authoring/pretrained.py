@@ -18,7 +18,7 @@ from coordinator.authoring import tokens
 from coordinator.authoring.chat_template import TEMPLATE, load_template
 from coordinator.authoring.conversations import ConversationTable
 from coordinator.authoring.errors import DataInputError
-from coordinator.authoring.model_config import FROM_TOKENIZER, ModelFileError, model_of, with_adapter
+from coordinator.authoring.model_config import FROM_TOKENIZER, model_of, read_settings, with_adapter
 from coordinator.authoring.plan import FINE_TUNING_TOKENS, PlanError, PlanInputs, RunPlan, plan
 from coordinator.authoring.prepare import ConversationData, prepare, temporary_folder
 from coordinator.authoring.template import OF_FINE_TUNING, VALIDATION_EVERY, fill
@@ -257,12 +257,7 @@ def _text(value: str) -> str:
 def _config(folder: Path) -> dict[str, Any]:
     """Return the folder's config.json unchanged. Raises ModelFileError."""
     path = folder / CONFIG
-    try:
-        given = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as e:
-        raise ModelFileError(f"{path}: not a config that can be read: {e}: take another copy of the model") from None
-    if not isinstance(given, dict):
-        raise ModelFileError(f"{path}: not a model's config: take another copy of the model")
+    given = read_settings(path)
     if "quantization_config" in given:
         raise WeightsError(f"{path}: quantised weights cannot be trained: take the model that they were made from")
     return given

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -41,6 +40,7 @@ def load_archived(folder: Path, device: str = "cpu") -> torch.nn.Module:
     from transformers.generation.configuration_utils import GenerationConfig
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
+    from coordinator.authoring.model_config import read_settings
     from coordinator.authoring.pretrained import unknown_fields
 
     if not (folder / CONFIG).is_file() or not (folder / MODEL).is_file():
@@ -48,7 +48,7 @@ def load_archived(folder: Path, device: str = "cpu") -> torch.nn.Module:
             f"{folder} is not an archived checkpoint: it has no {CONFIG} and {MODEL}; "
             "name a folder like checkpoints/round-000030 of a coordinator"
         )
-    given = _settings(folder / CONFIG)
+    given = read_settings(folder / CONFIG)
     if given.get("quantization_config") is not None:
         raise CoordinatorError(f"{folder}: its weights are quantised: take the model that they were made from")
     left_out = unknown_fields(given)
@@ -83,23 +83,14 @@ def load_archived(folder: Path, device: str = "cpu") -> torch.nn.Module:
 
 def end_tokens(folder: Path) -> list[int]:
     """Return the tokens that end an answer of the model in a folder. Raises CoordinatorError."""
+    from coordinator.authoring.model_config import read_settings
+
     path = folder / (GENERATION if (folder / GENERATION).is_file() else CONFIG)
-    end = _settings(path).get("eos_token_id")
+    end = read_settings(path).get("eos_token_id")
     ends: list[Any] = end if isinstance(end, list) else [end] * (end is not None)
     if not all(type(e) is int and 0 <= e <= NUMBER for e in ends):
         raise CoordinatorError(f"{path}: its eos_token_id is no token's number: take another copy of the model")
     return ends
-
-
-def _settings(path: Path) -> dict[str, Any]:
-    """Return the fields of a JSON file. Raises CoordinatorError."""
-    try:
-        given = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as e:
-        raise CoordinatorError(f"{path}: cannot be read: {e}: take another copy of the model") from None
-    if not isinstance(given, dict):
-        raise CoordinatorError(f"{path}: not a model's settings: take another copy of the model")
-    return given
 
 
 def load_checkpoint(

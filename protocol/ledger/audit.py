@@ -110,8 +110,8 @@ class LedgerAuditor:
         """The number of the round with the voided line, and of the one that is said to void it."""
         self._true_voids: dict[tuple[Digest, PeerKey], int] = {}
         """The number of the round whose record carries the verdict."""
-        self._later_voids: list[int] = []
-        """The numbers of rounds with a line that a round after the audit's is said to void."""
+        self._later_void: int | None = None
+        """The number of the first round with a line that a round after the audit's is said to void."""
         self._strange: dict[int, tuple[Round, Digest, bool]] = {}
         """Rounds that are not of the chain, by number, and whether their certificates are known."""
         self._before_strange: tuple[CreditFold, dict[tuple[Digest, PeerKey], int]] | None = None
@@ -164,8 +164,8 @@ class LedgerAuditor:
                 continue
             if by < self._size:
                 self._told_voids[told.record, told.lines[i].peer] = n, by
-            else:
-                self._later_voids.append(n)
+            elif self._later_void is None:
+                self._later_void = n
 
     def finish(
         self, finalized: Round | None = None, record: Digest | None = None, *, epoch: int | None = None
@@ -192,9 +192,9 @@ class LedgerAuditor:
                 self._add_finding(n, f"{whose} is void by a verdict in the chain, and the coordinator does not say so")
             elif told != true:
                 self._add_finding(n, f"{whose} is said to be void by number {told}; the verdict is in number {true}")
-        if self._later_voids:
-            message = f"the coordinator says that rounds after number {self._size - 1} void {len(self._later_voids)} "
-            message += f"credits, the first in number {self._later_voids[0]}: audit again in a while"
+        if self._later_void is not None:
+            message = f"the coordinator says that a round after number {self._size - 1} voids credits of number "
+            message += f"{self._later_void}, and perhaps of others: audit again in a while"
             report.unproved.append(Finding(None, message))
         if finalized is not None and finalized >= fold.rounds:
             missing = f"round {fold.rounds}" if finalized == fold.rounds else f"rounds {fold.rounds} to {finalized}"

@@ -170,7 +170,8 @@ async def test_an_admission_that_could_not_be_stored_is_not_remembered(tmp_path,
         assert stored == [peer(1).key] and c.admitter.knows(peer(1).key)
 
 
-async def test_an_admission_that_could_not_be_stored_after_its_caller_left_is_not_remembered(tmp_path, monkeypatch):
+def failing_write(monkeypatch) -> tuple[threading.Event, threading.Event]:
+    """Have writes of admissions wait and fail. Return what the first of them sets, and what they wait for."""
     begun, go = threading.Event(), threading.Event()
 
     def fails(*_: object) -> None:
@@ -179,6 +180,11 @@ async def test_an_admission_that_could_not_be_stored_after_its_caller_left_is_no
         raise LedgerError("the disk is full")
 
     monkeypatch.setattr(Ledger, "add_admission", fails)
+    return begun, go
+
+
+async def test_an_admission_that_could_not_be_stored_after_its_caller_left_is_not_remembered(tmp_path, monkeypatch):
+    begun, go = failing_write(monkeypatch)
     monkeypatch.setattr("coordinator.interceptor.DEADLINE", 0.1)
     async with running(tmp_path) as (c, _), client(c) as ask:
         with pytest.raises(CairnError):
@@ -189,14 +195,7 @@ async def test_an_admission_that_could_not_be_stored_after_its_caller_left_is_no
 
 
 async def test_of_two_admissions_of_one_key_that_cannot_be_stored_none_is_remembered(tmp_path, monkeypatch):
-    begun, go = threading.Event(), threading.Event()
-
-    def fails(*_: object) -> None:
-        begun.set()
-        go.wait(LIMIT)
-        raise LedgerError("the disk is full")
-
-    monkeypatch.setattr(Ledger, "add_admission", fails)
+    begun, go = failing_write(monkeypatch)
     async with running(tmp_path) as (c, _), client(c) as ask, client(c) as other:
         first = asyncio.create_task(ask.admit(peer(1), "ada"))
         await until(begun.is_set, "the write has begun")

@@ -147,7 +147,7 @@ def test_a_void_by_a_round_after_the_audits_is_not_proved(by: int):
     report = w.audit()
     assert not report.findings
     (unproved,) = report.unproved
-    assert "rounds after number 5 void 1 credits, the first in number 4: audit again" in unproved.message
+    assert "a round after number 5 voids credits of number 4, and perhaps of others: audit again" in unproved.message
 
 
 def test_a_void_by_another_round_is_named():
