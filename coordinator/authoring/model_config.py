@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from coordinator.authoring.errors import AuthoringError
 from coordinator.authoring.toml_file import read_text, tomllib
 from coordinator.regular_file import read_regular
-from protocol.errors import SpecError
+from protocol.errors import SpecError, os_reason
 from protocol.layout import Layout
 from protocol.spec import AdapterSettings, explain
 
@@ -39,8 +39,10 @@ def read_settings(path: Path) -> dict[str, Any]:
     """Return the fields of a model's JSON file, such as config.json, unchanged. Raises ModelFileError."""
     try:
         given = json.loads(read_regular(path, MAX_SETTINGS))
-    except (OSError, ValueError, RecursionError) as e:
-        raise ModelFileError(f"{path}: cannot be read: {e}: take another copy of the model") from None
+    except OSError as e:
+        raise ModelFileError(f"{path}: cannot be read: {os_reason(e)}: take another copy of the model") from None
+    except (ValueError, RecursionError) as e:
+        raise ModelFileError(f"{path}: not a JSON file: {e}: take another copy of the model") from None
     if not isinstance(given, dict):
         raise ModelFileError(f"{path}: not a model's settings: take another copy of the model")
     return given

@@ -630,7 +630,7 @@ def _index(model: Path, name: str) -> None:
         (lambda m: (m / "model.safetensors").unlink(), r"no model\.safetensors"),
         (lambda m: (m / "model.safetensors").write_bytes(b"\xff" * 100), r"not a safetensors file.*another copy"),
         (lambda m: (m / "config.json").unlink(), r"config\.json: no such file"),
-        (lambda m: (m / "config.json").write_text("{"), r"config\.json: not a config.*another copy"),
+        (lambda m: (m / "config.json").write_text("{"), r"config\.json: not a JSON file.*another copy"),
         (lambda m: _config(m, model_type="vit"), r"model_type is 'vit'.*no causal language model"),
         (lambda m: _config(m, auto_map={}), r"bring their own code"),
         (lambda m: _config(m, quantization_config={"bits": 4}), r"quantised"),
