@@ -18,11 +18,13 @@ says how much an honest update may differ.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from peer.auditor.bf16_products import Bf16Products
 from peer.auditor.job import ClaimedUpdate, Rebase
 from peer.errors import AuditError, UncheckableUpdate
 from peer.training.data import WindowReader
@@ -123,10 +125,11 @@ def _train(
         if steps.in_a_row >= MAX_NON_FINITE:
             break
         windows = reader.read(windows_of(spec.seed, update.author, counter, batch, reader.total))
-        step = inner.forward_backward(windows)
-        if step is not None:
-            inner.optimizer_step(step)
-            steps.count(step)
+        with Bf16Products() if inner.in_bf16 and inner.device.type == "cpu" else nullcontext():
+            step = inner.forward_backward(windows)
+            if step is not None:
+                inner.optimizer_step(step)
+                steps.count(step)
 
 
 _Likeness = Callable[[Codec, bytes, Replayed], float]

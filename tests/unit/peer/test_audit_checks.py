@@ -25,6 +25,7 @@ from tests.support import audit_world
 from tests.support.audit_world import AUTHOR, CPU, OTHER, Audited, claimed, passed, scores
 from tests.support.local_trainer import closed  # noqa: F401 - a fixture
 from tests.support.long_cases import long_cases
+from tests.support.seen_operations import SeenOperations
 
 FOUND_BY_REPLAY = {
     "noise", "copy", "flipped", "huge", "tiny", "tenth_flipped", "half", "other_windows", "fresh", "stale",
@@ -58,8 +59,10 @@ def test_an_honest_update_of_a_gpu_passes_on_a_cpu(audited, tmp_path, monkeypatc
         audited.codec, file.read_bytes(), [Replayed(audited.made[AUTHOR].blob_path.read_bytes(), {})]
     )
     assert not passed({"scale": scale, "signs": signs})
-    found = scores(audited.job(blob=file))
+    with SeenOperations() as operations:
+        found = scores(audited.job(blob=file))
     assert passed(found) and found["signs"].value == 1.0 and 0.95 < found["signs"].threshold < 0.995
+    assert operations.types_of("mm") == {frozenset({torch.float32})}, "in bf16 many CPUs take 20 times as long"
 
 
 def test_replays_that_differ_by_rounding_say_how_much_an_honest_update_may_differ(audited):
