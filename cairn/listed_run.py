@@ -21,6 +21,7 @@ from protocol.ids import RunId
 from protocol.invite import HostPort
 from protocol.messages import TRAINING_PHASES
 from protocol.plain_text import printable
+from protocol.quantised import BLOCK
 from protocol.spec import AdapterSettings, AdapterSpec, RunSpec, open_spec
 from protocol.strict_json import read_json
 from protocol.training_memory import size_in
@@ -180,6 +181,9 @@ def frozen_bytes(adapter: AdapterSpec, config: Mapping[str, Any], *, on_cpu: boo
     """
     if on_cpu and not adapter.quantised:
         return 4 * adapter.parameters
+    if on_cpu:  # the file has the other values as bf16, and they are held in fp32
+        coded = (0.5 if adapter.dtype == "nf4" else 1.0) + 4 / BLOCK
+        return round(adapter.base.size + 2 * max(0.0, adapter.base.size - coded * adapter.parameters) / (2 - coded))
     # As it is fetched, but embeddings of bf16 are held in fp32.
     looked_up = size_in(config, "hidden_size", "n_embd") * size_in(config, "vocab_size")
     return adapter.base.size + (2 * looked_up if adapter.kind == "BF16" else 0)

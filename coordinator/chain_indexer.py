@@ -33,7 +33,7 @@ from protocol.spec import RunSpec
 
 log = logging.getLogger(__name__)
 
-PAGE = 256
+PAGE = 64
 """Certificates requested from the view at once."""
 
 POLL_SECONDS = 5.0

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 PEFT_MISSING = f"this run trains a LoRA adapter, which needs one more package: {install('lora')}"
 NAME = "default"
 """The adapter's name, which `peft` puts into the names of its parameters."""
+EXPERT_TARGETS = frozenset({"gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"})
+"""Names of experts' matrices in checkpoints: `peft` finds the stacked ones by them."""
 _WRAPPED = re.compile(r"\.(?:base_layer\.)+")
 """The additions of `peft` to the name of a base parameter that has an adapter."""
 
@@ -172,6 +175,7 @@ def add_adapter(model: nn.Module, adapter: AdapterSettings) -> LoraConfig:
         bias="none",
         task_type="CAUSAL_LM",
     )
+    _check_targets(model, adapter.targets)
     trained = list(_trained_modules(model, adapter.train))
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]  # type: ignore[operator]
     try:
@@ -197,6 +201,19 @@ def add_adapter(model: nn.Module, adapter: AdapterSettings) -> LoraConfig:
     for _, module in trained:
         module.requires_grad_(True)
     return config
+
+
+def _check_targets(model: nn.Module, targets: Sequence[str]) -> None:
+    """Raise SpecError for a target that names no module: `peft` ignores it if another one does."""
+    names = [name for name, _ in model.named_modules()]
+    known = {ALL_LINEAR, *(EXPERT_TARGETS if _stacked_experts(model) else ())}
+    for target in targets:
+        if target not in known and not any(f".{name}".endswith(f".{target}") for name in names):
+            last = sorted({name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear)})
+            close = get_close_matches(target, last, 1) or last[:5]
+            raise SpecError(
+                f"model.adapter.targets: the model has no module {target}: did you mean {', '.join(close)}?"
+            )
 
 
 def _left_out(model: nn.Module, targets: Sequence[str]) -> list[str]:

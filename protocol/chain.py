@@ -72,6 +72,10 @@ MAX_CACHED_STAKES = 16
 """Number of records whose stakes are cached, besides one per side record, since each may begin a fork."""
 
 
+OLD_ROUNDS = 16
+"""Nobody needs to push a record that many rounds behind the head to others: they ask for what is missing."""
+
+
 @dataclass(frozen=True, slots=True)
 class ChainLimits:
     """The limits of a certificate, and of the tree in memory."""
@@ -416,6 +420,12 @@ class Chain:
     def has_seen(self, record: Digest) -> bool:
         """Return whether a record is in the tree, or was before the root advanced beyond it."""
         return record in self or self.is_below_root(record)
+
+    def is_old(self, record: Digest) -> bool:
+        """Return whether a record is OLD_ROUNDS or more behind the head, or on the path below the root."""
+        if record in self:
+            return self.height(record) + OLD_ROUNDS <= self.height(self.head)
+        return self.is_below_root(record)
 
     def is_below_root(self, record: Digest) -> bool:
         """Return whether a record is on the path that the tree has dropped at its root."""

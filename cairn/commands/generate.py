@@ -42,7 +42,7 @@ def generate(checkpoint: Path, **options: Any) -> None:
         if not isinstance(e, torch.OutOfMemoryError):
             raise
         raise CairnError(
-            "the GPU's memory does not suffice: a model takes 4 bytes a parameter here, and so does an adapter's base; "
+            "the GPU's memory does not suffice: a model takes 4 bytes a parameter here, unless its base is quantised; "
             "leave out --device to use the CPU, or stop other programs on the GPU"
         ) from None
     from coordinator.checkpoints.evaluation_job import plain

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,7 @@ class ChatTemplate:
                 as_json = (
                     message["role"] in TOOL_ROLES and i not in trained and _quoted(there) in text
                 )  # as Llama 3 has it
-                if must_stay and not as_json and there not in text:
+                if must_stay and not as_json and not _holds(text, there):
                     raise _DiffersError(
                         f"{where}: the chat template leaves out or changes {what} of message {i + 1} "
                         f"({message['role']}): correct {self.name}, or take such messages out"
@@ -147,15 +148,22 @@ class ChatTemplate:
         for i in trained:
             message = messages[i]
             is_answer = message["role"] == ASSISTANT
-            before = ""
             if i:
                 before = self._render(messages[:i], tools, where, ask=is_answer)[0]
-            elif is_answer:  # many templates cannot render no message
+            else:  # many templates cannot render no message, or write a system message of their own and the tools
                 before = self._render([{**message, "content": _PROBE}], tools, where)[0].partition(_PROBE)[0]
             after = text if i == len(messages) - 1 else self._render(messages[: i + 1], tools, where)[0]
-            said = (message.get("content") or "").strip()
-            at = after.find(said, len(before)) if said else len(before)
-            if not after.startswith(before) or not text.startswith(after) or at < 0:
+            begins = after.startswith(before)
+            if not begins and is_answer and i and after.startswith(self._render(messages[:i], tools, where)[0]):
+                asked = before[len(commonprefix([before, after])) :][-40:]
+                raise _DiffersError(
+                    f"{where}: the chat template asks for message {i + 1} ({message['role']}) with {asked!r}, with "
+                    "which it does not write one: write that at the beginning of answers, or name a template that "
+                    f"marks them with {{% generation %}} ({self.name})"
+                )
+            said = _end_of((message.get("content") or "").strip(), after, len(before))
+            end = None if said is None else self._end_of_message(after, text, said)
+            if not begins or said is None or end is None:
                 others = any(messages[j]["role"] != ASSISTANT for j in trained)
                 raise _DiffersError(
                     f"{where}: the chat template writes message {i + 1} ({message['role']}) otherwise when it is the "
@@ -163,8 +171,18 @@ class ChatTemplate:
                     f"on: {'train on the assistant alone, ' * others}name a template that marks it with "
                     f"{{% generation %}}, or cut the conversation there ({self.name})"
                 )
-            spans.append(TrainedSpan(len(before), len(after), at + len(said), is_answer))
+            spans.append(TrainedSpan(len(before), end, said, is_answer))
         return text, spans
+
+    def _end_of_message(self, after: str, text: str, said: int) -> int | None:
+        """Return the end of a message, with which `after` ends; `text` goes on. None if `text` has it otherwise.
+
+        Some templates, as Phi-3's, end each message with a token of its own, and the conversation with eos_token.
+        """
+        if text.startswith(after):
+            return len(after)
+        closed = after.rstrip().removesuffix(self.special_tokens.get("eos_token", ""))
+        return len(closed) if closed[said:].strip() and text.startswith(closed) else None
 
     def question(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return the text after which the model answers. Raises DataInputError."""
@@ -189,6 +207,21 @@ class ChatTemplate:
             why = f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
             raise DataInputError(f"{where}: the chat template cannot render it: {why} ({self.name})") from None
         return _spans_of(text) if self._marks else (text, [])
+
+
+def _holds(text: str, said: str) -> bool:
+    """Return whether a text has what a message says, though perhaps with other spaces, as Qwen3's template has them."""
+    return said in text or "".join(said.split()) in "".join(text.split())
+
+
+def _end_of(said: str, text: str, start: int) -> int | None:
+    """Return the end of what a message says in a text from `start` on; None if it is not there. Spaces may differ."""
+    if (at := text.find(said, start)) >= 0:
+        return at + len(said)
+    places = [i for i in range(start, len(text)) if not text[i].isspace()]
+    letters = "".join(said.split())
+    at = "".join(text[i] for i in places).find(letters)
+    return None if at < 0 else places[at + len(letters) - 1] + 1
 
 
 def _called(message: Mapping[str, Any]) -> list[str]:
@@ -298,6 +331,14 @@ def generation_of(tokenizer: Path) -> dict[str, Any]:
     path = tokenizer.with_name(GENERATION_CONFIG)
     config = _json(path) if path.is_file() else {}
     return {k: v for k in GENERATION if isinstance(v := config.get(k), bool | int | float) and 0 <= v <= MAX_SETTING}
+
+
+def own_ends(tokenizer: Path) -> frozenset[int]:
+    """Return the tokens at which the generation_config.json beside a tokenizer ends an answer."""
+    path = tokenizer.with_name(GENERATION_CONFIG)
+    ends = _json(path).get("eos_token_id") if path.is_file() else None
+    ends = ends if isinstance(ends, list) else [ends]
+    return frozenset(i for i in ends if isinstance(i, int) and not isinstance(i, bool))
 
 
 def chat_spec(template: ChatTemplate, end_tokens: Sequence[int], tokenizer: Path) -> ChatSpec:

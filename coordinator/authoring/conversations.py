@@ -81,10 +81,11 @@ class MarkedDocument:
 
 @dataclass
 class Counts:
-    """The fate of documents that were longer than a window, and the tokens that end answers.
+    """The fate of documents that were longer than a window, the tokens that end answers, and the roles of messages.
 
     `rows`: rows and text files so far. `at_answers`: conversations of which each answer became a document. `spelled`:
-    conversations whose messages spell out a special token, by its text.
+    conversations whose messages spell out a special token, by its text. `closing`: all special tokens after what an
+    answer says.
     """
 
     rows: int = 0
@@ -93,6 +94,8 @@ class Counts:
     split: int = 0
     at_answers: int = 0
     ends: set[int] = field(default_factory=set)
+    closing: set[int] = field(default_factory=set)
+    roles: set[str] = field(default_factory=set)
     spelled: Counter[str] = field(default_factory=Counter)
 
 
@@ -162,6 +165,7 @@ class ConversationReader:
                     f"one of {', '.join(ROLES)}"
                 )
         self.counts.rows += 1
+        self.counts.roles.update(m["role"] for m in messages)
         self.counts.spelled.update(set().union(*map(self.run.special_in, _texts([messages, tools]))))
         documents = template.rendered(messages, tools, self.table.train_on, where, given)
         for number, (text, spans) in enumerate(documents, 1):
@@ -194,6 +198,7 @@ class ConversationReader:
                             f"tokenizer, so the model would never stop: let {name} write eos_token there"
                         )
                     self.counts.ends.add(int(tokens[closing[-1]]))
+                    self.counts.closing.update(map(int, tokens[closing]))
                     inside[closing[-1] + 1 :] = False  # line ends between messages are the template's
                 tokens[inside] |= TRAINED
             tokens[0] &= ~np.uint32(TRAINED)
@@ -216,7 +221,8 @@ class ConversationReader:
             counts.dropped += 1
             return
         cut = tokens[:window] if long == "cut" else tokens
-        pieces = [_piece(cut[at : at + window], row) for at in range(0, len(cut), window)]
+        # A piece's first token is not trained, so each begins with the last one of the piece before.
+        pieces = [_piece(cut[at : at + window].copy(), row) for at in range(0, len(cut) - 1, window - 1)]
         kept = [p for p in pieces if p.trained]
         if not kept:
             counts.dropped += 1
@@ -238,11 +244,10 @@ class ConversationReader:
         for ids in encoded:
             held = np.concatenate([held, ids | np.uint32(TRAINED)])
             while len(held) > self.window:
-                size = min(self.window, len(held) - 2)  # at least two tokens are left
-                yield _piece(held[:size].copy(), row)
-                held = held[size:]
+                yield _piece(held[: self.window].copy(), row)
+                held = held[self.window - 1 :]  # a piece's first token is not trained: it is the last one before
         if len(held) > 1:
-            yield _piece(held[: self.window].copy(), row)
+            yield _piece(held.copy(), row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +278,7 @@ def messages_of(row: dict[str, Any], where: str) -> tuple[list[dict[str, Any]], 
     elif row.get(PROMPT) is not None and row.get(COMPLETION) is not None:
         prompt, completion = row[PROMPT], row[COMPLETION]
         if isinstance(prompt, str) and isinstance(completion, str):
-            given = [{"role": "user", "content": prompt}, {"role": ASSISTANT, "content": completion}]
+            given, prompts = [{"role": "user", "content": prompt}, {"role": ASSISTANT, "content": completion}], 1
         elif isinstance(prompt, list) and isinstance(completion, list):
             given, prompts = prompt + completion, len(prompt)
         else:

@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,6 +40,10 @@ REMOTE = ("aiohttp", "azure", "botocore", "fsspec", "gcsfs", "httpx")
 """The libraries whose errors are a server's: some are an OSError, and others are not."""
 
 NAME_FIELD = "name the one that holds the text with --field, in a run.toml as data.field"
+
+TRAINING = frozenset({"train", "training"})
+HELD_OUT = frozenset({"dev", "eval", "evaluation", "test", "testing", "val", "valid", "validation"})
+"""Words in a path by which a data set's files say their split, as on Hugging Face."""
 
 _KINDS = {list: "a list", dict: "an object", bool: "true or false", type(None): "null", str: "text"}
 
@@ -135,8 +140,8 @@ def find_sources(
 
     An input is a file, a folder (all files in it with a supported ending), a pattern such as `data/*.jsonl.gz`, or an
     fsspec address of one of these. A folder's and a pattern's files are sorted by name. Of a folder with JSONL or
-    Parquet plain text is left out, which is reported: it describes them. Relative paths are relative to `base`. Raises
-    DataInputError.
+    Parquet plain text is left out: it describes them. So are files that are held out by their names, if others are for
+    training by theirs. Both are reported. Relative paths are relative to `base`. Raises DataInputError.
     """
     import fsspec.core
 
@@ -188,18 +193,27 @@ def _matches(fs: Any, path: str, given: str, is_pattern: bool, report: Callable[
         paths = sorted(p for p in visible if DocumentFile(fs, p, "").suffixes[0] in endings)
         if not paths:
             raise DataInputError(f"{given}: no document in this folder: looking for {', '.join(endings)}")
-        plain = [p for p in paths if DocumentFile(fs, p, "").suffixes[0] in TEXT]
-        if 0 < len(plain) < len(paths):
-            paths = [p for p in paths if DocumentFile(fs, p, "").suffixes[0] not in TEXT]
-            first = os.path.relpath(plain[0], path)
-            report(
-                f"{given}: it has JSONL or Parquet, so plain text in it is left out ({first!r}, {len(plain)} in all): "
-                "name such a file to train on it"
-            )
+        rest = [p for p in paths if DocumentFile(fs, p, "").suffixes[0] not in TEXT]
+        if rest and len(rest) < len(paths):
+            paths = _without(paths, rest, path, f"{given}: it has JSONL or Parquet, so plain text in it is", report)
+        splits = {p: frozenset(re.split(r"[^a-z0-9]+", p.removeprefix(path).lower())) for p in rest}
+        if any(words & TRAINING for words in splits.values()):
+            kept = [p for p, words in splits.items() if words & TRAINING or not words & HELD_OUT]
+            if len(kept) < len(rest):
+                why = f"{given}: some files are for training by their names, so those of another split are"
+                paths = _without(paths, kept, path, why, report)
         return path, paths
     if not fs.exists(path):
         raise DataInputError(f"{given}: no such file or folder (the path is {path})")
     return "", [path]
+
+
+def _without(paths: list[str], kept: list[str], folder: str, why: str, report: Callable[[str], None]) -> list[str]:
+    """Return the kept paths, and report the others."""
+    gone = sorted(set(paths) - set(kept))
+    first = os.path.relpath(gone[0], folder)
+    report(f"{why} left out ({first!r}, {len(gone)} in all): name such a file to train on it")
+    return kept
 
 
 def read_documents(source: DocumentFile, field: str) -> Iterator[TextSegment]:

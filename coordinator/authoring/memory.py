@@ -20,8 +20,9 @@ def training_memory(
 
     Each layer's input is kept, in fp32. The most beside these is in the loss, or in a backward pass. The loss has fp32
     logits, and their gradients. A backward pass has a layer's activations in bf16, and casts of one weight and its
-    gradient. A frozen base has those of an output layer alone, which may share the embeddings. On a CPU a step computes
-    in fp32, and keeps the activations of every layer: a system that runs out of memory there ends the process instead.
+    gradient. A frozen base has those of an output layer alone, which may share the embeddings, and three copies of a
+    layer's stacked experts if these have an adapter. On a CPU a step computes in fp32, and keeps the activations of
+    every layer: a system that runs out of memory there ends the process instead.
     The factors were measured for Llama's layers. A config whose sizes have other names counts without them.
     """
     hidden, vocabulary = size_in(config, "hidden_size", "n_embd"), size_in(config, "vocab_size")
@@ -32,6 +33,10 @@ def training_memory(
     if on_cpu:
         kept, layer = (40 * hidden + 16 * inner_width) * layers, 8 * (hidden + inner_width)
     casts = max(6 * max(t.numel for t in layout.tensors), 2 * hidden * vocabulary if frozen else 0)
+    if frozen and any("experts" in t.name.split(".") for t in layout.tensors):
+        stacked = size_in(config, "num_experts", "num_local_experts", "n_routed_experts")
+        width = size_in(config, "moe_intermediate_size", "intermediate_size")
+        casts = max(casts, 12 * 3 * stacked * width * hidden)
     logit = 12 + (4 if on_cpu else 2) * bool(config.get("final_logit_softcapping"))  # as Gemma 2 has it
     most = max(logit * window * vocabulary, window * max(2 * vocabulary, layer) + casts)
     return frozen + model_bytes(layout, config, inner) + window * kept + most

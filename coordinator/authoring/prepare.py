@@ -22,7 +22,7 @@ from pydantic import ConfigDict, ValidationError
 
 from coordinator import durable
 from coordinator.authoring import tokens
-from coordinator.authoring.chat_template import ChatTemplate, chat_spec, load_template
+from coordinator.authoring.chat_template import ChatTemplate, chat_spec, load_template, own_ends
 from coordinator.authoring.conversations import ConversationReader, ConversationTable, Counts, MarkedDocument
 from coordinator.authoring.documents import DocumentFile, TextSegment, find_sources, read_documents
 from coordinator.authoring.errors import DataInputError, RunChangedError
@@ -457,6 +457,12 @@ class _MarkedWriter:
             if not self.trained[0]:
                 raise DataInputError("nothing to train on in these documents")
             self._mix(mixed, report)
+            roles = self.counts.roles
+            if roles and (missing := [r for r in self.table.train_on if r not in roles]):
+                raise DataInputError(
+                    f"data.conversations.train_on: no message has the role {missing[0][:60]!r}: there are "
+                    f"{', '.join(sorted(roles))[:300]}"
+                )
             for packer in self.packers:
                 packer.finish()
             shards = [w.finish() for w in self.writers]
@@ -464,7 +470,8 @@ class _MarkedWriter:
             for writer in self.writers:
                 writer.close()
         c, (windows, _) = self.counts, [p.windows for p in self.packers]
-        chat = chat_spec(self.template, sorted(c.ends), self.tokenizer) if self.template and c.ends else None
+        ends = sorted(c.ends | (c.closing & own_ends(self.tokenizer)))
+        chat = chat_spec(self.template, ends, self.tokenizer) if self.template and ends else None
         conversations = ConversationData(
             window=self.window,
             window_tokens=max(1, round(self.trained[0] / windows)),
@@ -503,7 +510,13 @@ class _MarkedWriter:
                 if self.trained[0] - before >= wanted:
                     break
                 self._add(piece, 0, report)
-            if (found := self.trained[0] - before) < wanted:
+            found = self.trained[0] - before
+            if found > 1.1 * wanted:
+                report(
+                    f"{', '.join(source.sources)[:200]}: {found:,} trained tokens, {found / whole:.1%} instead of "
+                    f"{source.share:.1%}: its last document came whole"
+                )
+            if found < wanted:
                 raise DataInputError(
                     f"{', '.join(source.sources)[:200]}: a share of {source.share:g} is {wanted:,} trained tokens, and "
                     f"these documents have {found:,}: add some, or write a share of {found / whole:.2g}"

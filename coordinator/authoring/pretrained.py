@@ -108,6 +108,10 @@ def run_file_from(
             "own tokenizer"
         )
     window = inputs.window if model.positions is None else min(inputs.window, model.positions)
+    if window < inputs.window != PlanInputs.window:
+        raise PlanError(
+            "window", f"{inputs.window} tokens do not fit the model's {window} positions: give at most that"
+        )
     if adapter is not None:
         model = with_adapter(model, adapter, folder / CONFIG)
     counted = template = None

@@ -13,17 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-aten = torch.ops.aten
-_PRODUCTS = frozenset(
-    {
-        aten.mm.default,
-        aten.addmm.default,
-        aten.bmm.default,
-        aten.baddbmm.default,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-    }
-)
-_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
+_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
+_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", f"{_ATTENTION}_backward"})
 
 
 class Bf16Products(TorchDispatchMode):
@@ -34,11 +25,12 @@ class Bf16Products(TorchDispatchMode):
     ) -> Any:
         """Run an operation of torch: in fp32 if it multiplies bf16 tensors."""
         kwargs = kwargs or {}
-        is_product = func is _ATTENTION or func in _PRODUCTS
+        name = func.name()
+        is_product = name == _ATTENTION or name in _PRODUCTS
         if not is_product or not any(isinstance(a, Tensor) and a.dtype == torch.bfloat16 for a in args):
             return func(*args, **kwargs)
         made = func(*map(_in_fp32, args), **kwargs)
-        if func is _ATTENTION:  # its second result, for the backward pass, is fp32 in any case
+        if name == _ATTENTION:  # its second result, for the backward pass, is fp32 in any case
             return _in_bf16(made[0]), made[1]
         return tuple(map(_in_bf16, made)) if isinstance(made, tuple) else _in_bf16(made)
 

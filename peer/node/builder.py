@@ -112,7 +112,7 @@ def build_node(
     )
     paces = paces or Paces()
     network = Network(membership, tasks, options.listen, options.announce, chain.is_banned, start_swarm, paces=paces)
-    packets = PacketDecoder(membership.decoder, membership.locator)
+    packets = PacketDecoder(membership.decoder, membership.locator, chain.is_old)
 
     updates = RoundBlobFetcher(store, network, codec, spec.round.exchange_seconds, queue.post, tasks)
     reducer = ShardReducer(store, network, updates, reduction, codec.size, spec.outer, queue.post, tasks)

@@ -56,7 +56,7 @@ class RequestServer:
         network, me = self.network, self.membership.identity.key
         room = KNOWN_ROOM if sender == me or network.is_known(sender) else UNKNOWN_ROOM
         for i, event in enumerate(self.packets.decode_packet(sender, packet, time.time())):
-            if i % YIELD_EVERY == YIELD_EVERY - 1:
+            if i % YIELD_EVERY == YIELD_EVERY - 1 or i >= len(packet.messages):  # a certificate is many signatures
                 await asyncio.sleep(0)
             if isinstance(event, MessageReceived):
                 message = event.message

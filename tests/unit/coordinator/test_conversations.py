@@ -143,9 +143,9 @@ def test_a_template_with_answers_that_cannot_be_asked_for_is_named_with_what_to_
     rows = [chat("yes?", "no", "why?", "the dog")]
     with pytest.raises(DataInputError, match="line 1: .* writes message 2 .assistant. otherwise .* on: train on the a"):
         made(tmp_path, rows, template=THINKING, window=128, table={"train_on": ["assistant", "user"]})
-    asks_otherwise = THINKING.replace("prompt %}{{ '<|im_start|>", "prompt %}{{ 'Now: <|im_start|>")
-    base_tokenizer(tmp_path / "base", asks_otherwise)
-    with pytest.raises(DataInputError, match="line 1: .* writes message 2 .assistant. otherwise .* on: name a temp"):
+    asks_to_think = CHATML.replace(r"assistant\n' }}{% endif", r"assistant\n<think>\n' }}{% endif")
+    base_tokenizer(tmp_path / "base", asks_to_think)
+    with pytest.raises(DataInputError, match=r"asks for message 2 \(assistant\) with '<think>\\n', with which it does"):
         made(tmp_path, rows, window=128)
 
 
@@ -162,8 +162,48 @@ def test_the_tokens_are_those_of_transformers(tmp_path):
 def test_the_roles_of_the_run_file_are_trained(tmp_path):
     prepared = made(tmp_path, [chat("a", "b")], table={"train_on": ["user", "assistant"]})
     [(whole, learnt)] = documents_of(prepared)
-    # All of a user's message but the document's first token; of the assistant's what follows the question for it.
-    assert learnt == whole.replace("<|im_start|>user", "user").replace("<|im_start|>assistant\n", "").removesuffix("\n")
+    # Of the first message what it says, and what follows; of the assistant's what follows the question for it.
+    assert learnt == whole.replace("<|im_start|>user\n", "").replace("<|im_start|>assistant\n", "").removesuffix("\n")
+    two = made(tmp_path, [chat("a", "b", "c", "d")], "two", table={"train_on": ["user", "assistant"]})
+    assert "<|im_start|>user\nc<|im_end|>" in documents_of(two)[0][1]
+
+
+def test_of_a_first_message_that_is_trained_the_templates_own_system_message_and_the_tools_are_not(tmp_path):
+    template = (
+        "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nbe kind{{ (tools or '') | tojson }}<|im_end|>\n"
+        "{% endif %}" + CHATML
+    )
+    row = chat("yes?", "no") | {"tools": [{"type": "function", "function": {"name": "dog"}}]}
+    table = {"train_on": ["user", "assistant"]}
+    found = documents_of(made(tmp_path, [row], template=template, window=128, table=table))
+    assert [learnt for _, learnt in found] == ["yes?<|im_end|>\nno<|im_end|>"]
+
+
+def test_a_role_that_no_message_has_is_told(tmp_path):
+    with pytest.raises(DataInputError, match="train_on: no message has the role 'users': there are assistant, user"):
+        made(tmp_path, [chat("q", "a")], table={"train_on": ["assistant", "users"]})
+
+
+def test_a_template_may_end_the_whole_conversation_with_a_token_of_its_own(tmp_path):
+    # As Phi-3's: each message ends with its own token, and eos_token comes last.
+    ends = "{% endfor %}{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+    template = CHATML.replace("{% endfor %}", ends)
+    base_tokenizer(tmp_path / "base", template)
+    ids = Tokenizer.from_file(str(tmp_path / "base" / "tokenizer.json"))
+    end = ids.token_to_id(TURN_END)
+    (tmp_path / "base/generation_config.json").write_text(json.dumps({"eos_token_id": [end, 1_000_000]}))
+    prepared = made(tmp_path, [chat("q", "a", "r", "b")])
+    ((whole, learnt),) = documents_of(prepared)
+    assert whole.endswith(f"b{TURN_END}\n{END}") and learnt == f"a{TURN_END}b{TURN_END}\n{END}"
+    assert prepared.manifest.conversations is not None and prepared.manifest.conversations.chat is not None
+    assert prepared.manifest.conversations.chat.end_tokens == sorted([end, ids.token_to_id(END)])
+
+
+def test_a_template_may_put_other_spaces_into_an_answer(tmp_path):
+    spaced = r"(message['content'] | replace('</think>', '\n</think>\n\n'))"
+    template = CHATML.replace("message['content']", spaced)
+    ((_, learnt),) = documents_of(made(tmp_path, [chat("q", "<think>so</think>yes")], template=template, window=128))
+    assert learnt == f"<think>so\n</think>\n\nyes{TURN_END}"
 
 
 def test_a_template_may_mark_itself_what_the_model_says(tmp_path):
@@ -192,6 +232,12 @@ def test_every_form_of_a_conversation_gives_the_same_tokens(tmp_path, kind):
     else:
         found = made(tmp_path, [row] * 3)
     assert found.manifest.train == reference.manifest.train
+
+
+def test_of_a_prompt_that_is_text_nothing_is_trained_either(tmp_path):
+    rows = [{"prompt": "q", "completion": "a"}]
+    found = documents_of(made(tmp_path, rows, table={"train_on": ["user", "assistant"]}))
+    assert [learnt for _, learnt in found] == [f"a{TURN_END}"]
 
 
 TOOLS = """
@@ -336,7 +382,9 @@ def test_plain_text_lies_beside_conversations_and_is_trained_whole(tmp_path):
     learnt = [trained for whole, trained in documents if "<|im_start|>" not in whole]
     assert "azy<|endoftext|>" in learnt or "lazy<|endoftext|>" in [w for w, _ in documents]
     pieces = [whole for whole, _ in documents if "im_start" not in whole and "quick" in whole]
-    assert len(pieces) > 2 and sum(map(len, pieces)) == len(text + END)  # nothing of it is lost
+    parts = [said for whole, said in documents if "im_start" not in whole and "quick" in whole]
+    untrained = len(text + END) - sum(map(len, parts))
+    assert len(pieces) > 2 and 1 <= untrained <= len("the "), "the text's first token"
     for window in windows_of(prepared)[:, :-1]:
         for document in np.split(window, np.flatnonzero(window & BEGINS))[1:]:
             assert not document[0] & TRAINED  # nothing is before it
@@ -357,7 +405,7 @@ def test_a_document_begins_once_with_the_token_that_the_tokenizer_writes_first(t
     parts = [(whole, learnt) for whole, learnt in found if TURN not in whole and "yes" not in whole]
     begun = [(whole, learnt) for whole, learnt in parts if BEGIN in whole]
     assert len(parts) > 2 and [whole for whole, _ in begun] == [BEGIN + learnt for _, learnt in begun]
-    assert len(begun) == 1 and sum(len(whole) for whole, _ in parts) == len(BEGIN + text + END)
+    assert len(begun) == 1 and sum(len(learnt) for _, learnt in parts) == len(text + END)
 
 
 def test_a_template_without_a_first_token_gets_none(tmp_path):
@@ -425,9 +473,9 @@ def test_a_conversation_longer_than_a_window_is_treated_as_the_owner_says(tmp_pa
     prepared = made(tmp_path, rows, table={"long": long})
     documents = [d for d in documents_of(prepared) if "short" not in d[0]]
     learnt = "".join(said for _, said in documents)
-    if long == "split":  # a piece's first token is not trained; all else of the answers is
-        least = {"a": 50 - len(documents), "b": 50 - len(documents), "c": 5}
-        assert len(documents) >= kept and all(learnt.count(letter) >= n for letter, n in least.items())
+    if long == "split":  # all of the answers is trained, wherever a piece begins
+        assert len(documents) >= kept
+        assert [learnt.count(letter) for letter in "abc"] == [50, 50, 5]
     else:
         assert len(documents) == kept and "c" not in learnt
     assert getattr(prepared.manifest.conversations, counted) == 1
@@ -583,6 +631,8 @@ def test_who_trains_on_no_answers_is_refused():
 def test_every_token_of_a_long_text_is_kept_with_the_one_that_ends_it(tmp_path, length):
     made_of = [{"text": "x" * n} for n in range(length - 3, length + 1)]
     prepared = made(tmp_path, [*made_of, chat("yes?", "no")])
-    kept = [whole.removesuffix(END) for whole, _ in documents_of(prepared)]
-    assert sum(whole.count("x") for whole in kept) == sum(len(row["text"]) for row in made_of)
+    found = documents_of(prepared)
+    # Of each text all is trained but its first token; a piece begins with the last token of the one before.
+    trained = sum(learnt.removesuffix(END).count("x") for _, learnt in found)
+    assert trained == sum(len(row["text"]) - 1 for row in made_of)
     assert sum(learnt.endswith(END) for _, learnt in documents_of(prepared)) == len(made_of)

@@ -68,6 +68,8 @@ def test_an_adapter_of_seven_billion_parameters_trains_on_16_gb_in_fewer_bits(dt
     parameters, size = base_layout(adapted).numel, base_file_layout(adapted, settings).checkpoint_size
     spec = AdapterSpec(**settings.model_dump(), base=BlobRef(digest="00" * 32, size=size), parameters=parameters)
     assert frozen_bytes(spec, SEVEN, on_cpu=False) == pytest.approx(base, rel=0.02), "what `cairn runs` says of it"
+    on_cpu = held_bytes(SEVEN, settings, "cpu")
+    assert frozen_bytes(spec, SEVEN, on_cpu=True) == pytest.approx(on_cpu, rel=0.001)
     row = next(line for line in GUIDE.read_text().splitlines() if "a base of 7B" in line)
     (told,) = re.findall(rf"`{dtype}` ([\d.]+) GB", row)
     assert base / 1e9 == pytest.approx(float(told), abs=0.05), "the guide's table"
@@ -97,3 +99,19 @@ def test_the_activations_that_are_told_are_those_of_a_step(kind: str, vocabulary
     told = training_memory(layout, config, inner, WINDOW, int(adapter is not None), on_cpu=on_cpu)
     told -= model_bytes(layout, config, inner)
     assert 0.95 * told < activation_bytes(config, WINDOW, adapter, on_cpu=on_cpu) < 1.05 * told
+
+
+def test_an_adapter_of_stacked_experts_needs_copies_of_a_layers_experts():
+    config = llama(512, 1376, 2, 512, tied=True) | {
+        "model_type": "qwen3_moe", "num_experts": 32, "num_experts_per_tok": 2, "moe_intermediate_size": 512,
+        "head_dim": 128,
+    }  # fmt: skip
+    window, inner = 256, with_optimizer("adamw")
+
+    def needed(targets: list[str]) -> int:
+        model = build_adapted(config, AdapterSettings(rank=8, alpha=16, targets=targets), device="meta")
+        layout = Layout.of({n: tuple(p.shape) for n, p in model.named_parameters() if p.requires_grad})
+        return training_memory(layout, config, inner, window, 1) - model_bytes(layout, config, inner)
+
+    experts = 3 * 32 * 512 * 512
+    assert 11 * experts < needed(["all-linear"]) - needed(["q_proj"]) <= 12 * experts

@@ -29,7 +29,7 @@ from peer.swarm.errors import PeerBusy
 from protocol.errors import MalformedError
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round, sha256, short_id
-from protocol.message_codec import KeySigner, encode_certificate
+from protocol.message_codec import KeySigner, MessageDecoder, encode_certificate
 from protocol.messages import Goodbye, Signed
 from protocol.rounds.events import CertificateReceived, MessageReceived
 from protocol.wire import swarm_pb2 as wire
@@ -225,6 +225,17 @@ def test_a_certificate_that_is_pushed_needs_admissions_that_ended_within_the_hou
     packet = wire.Packet(certificates=[encode_certificate(CERTIFICATE)])
     assert any(packets.decode_packet(A, packet, 2.0**33 + seconds)) is comes_through
     assert ("is not valid now" in caplog.text) is not comes_through
+
+
+def test_an_old_certificate_that_is_pushed_again_is_not_verified(monkeypatch):
+    verified: list[bytes] = []
+    decode = MessageDecoder.decode_certificate
+    monkeypatch.setattr(MessageDecoder, "decode_certificate", lambda self, c: verified.append(c) or decode(self, c))
+    packet = wire.Packet(certificates=[encode_certificate(CERTIFICATE), b"rubbish"])
+    old = PacketDecoder(decoder(), is_old=lambda record: record == CERTIFICATE.digest)
+    assert list(old.decode_packet(A, packet, 1e9)) == [None, None] and not verified
+    assert len(old.refused) == 1, "the rubbish"
+    assert any(PacketDecoder(decoder()).decode_packet(A, packet, 1e9)) and verified == [packet.certificates[0]]
 
 
 async def test_a_chain_that_is_asked_for_may_be_older_than_its_admissions():

@@ -232,6 +232,21 @@ def test_certificates_of_branches_that_lost_leave_the_disk(store, monkeypatch):
     assert log_over(store).chain.head == made.head
 
 
+def test_good_certificates_after_a_damaged_one_stay_on_the_disk(store, monkeypatch):
+    monkeypatch.setattr(module, "SWEEP_EVERY", 2)
+    made = maker(12, {1: 10})
+    for c in made.certificates:
+        store.append_certificate(encode_certificate(c), c.record.body.round, c.digest)
+    sorted((store.folder / "chain").iterdir())[3].write_bytes(b"damaged")
+    log = log_over(store)
+    assert log.chain.height(log.chain.head) == 3
+    for c in made.certificates[3:7]:  # others have them
+        log.chain.add(c)
+        log.store(c)
+    assert log.chain.height(log.chain.head) == 7 and set(made_digests(store)) == {c.digest for c in made.certificates}
+    assert log_over(store).chain.head == made.head
+
+
 def test_only_records_on_the_heads_path_wait_for_the_disk(store, monkeypatch):
     flushed: list[int] = []
     monkeypatch.setattr("peer.durable.os.fsync", flushed.append)
