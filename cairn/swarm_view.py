@@ -228,9 +228,10 @@ class ObserverView:
     def count_backed(self, path: Sequence[Digest]) -> int:
         chain = self._node.chain
         known = [record for record in path if record in chain and record != chain.root]
-        if not known:  # a page of a ledger that was lost: what backs these are the records in memory
-            after = chain.main_chain_after(chain.root, chain.height(chain.head) - chain.height(chain.root)) or ()
-            return len(path) if chain.count_backed([c.digest for c in after]) else 0
+        if not known:  # a page of a ledger that was lost, or nothing: the record after these says whether they are
+            after = chain.main_chain_after(chain.root, 1) or ()
+            are_before = all(record == chain.root or chain.is_below_root(record) for record in path)
+            return len(path) if path and are_before and chain.count_backed([c.digest for c in after]) else 0
         backed = chain.count_backed(known)
         return backed + len(path) - len(known) if backed else 0
 

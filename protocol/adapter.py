@@ -175,7 +175,6 @@ def add_adapter(model: nn.Module, adapter: AdapterSettings) -> LoraConfig:
         bias="none",
         task_type="CAUSAL_LM",
     )
-    _check_targets(model, adapter.targets)
     trained = list(_trained_modules(model, adapter.train))
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]  # type: ignore[operator]
     try:
@@ -203,17 +202,25 @@ def add_adapter(model: nn.Module, adapter: AdapterSettings) -> LoraConfig:
     return config
 
 
-def _check_targets(model: nn.Module, targets: Sequence[str]) -> None:
-    """Raise SpecError for a target that names no module: `peft` ignores it if another one does."""
+def check_targets(model: nn.Module, targets: Sequence[str]) -> None:
+    """Raise SpecError for a target that names no module of a model: `peft` ignores it if another target names one.
+
+    For new runs: peers take the spec of one that has begun as it is.
+    """
     names = [name for name, _ in model.named_modules()]
     known = {ALL_LINEAR, *(EXPERT_TARGETS if _stacked_experts(model) else ())}
     for target in targets:
         if target not in known and not any(f".{name}".endswith(f".{target}") for name in names):
-            last = sorted({name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear)})
-            close = get_close_matches(target, last, 1) or last[:5]
-            raise SpecError(
-                f"model.adapter.targets: the model has no module {target}: did you mean {', '.join(close)}?"
-            )
+            output = model.get_output_embeddings()  # type: ignore[operator]
+            found = (n for n, m in model.named_modules() if _is_matrix(m) and m is not output)
+            last = sorted({name.rpartition(".")[2] for name in found})
+            close = ", ".join(get_close_matches(target, last, 1) or last[:5])
+            raise SpecError(f"model.adapter.targets: the model has no module {target}: did you mean {close}?")
+
+
+def _is_matrix(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and weight.ndim == 2 and not isinstance(module, nn.Embedding)
 
 
 def _left_out(model: nn.Module, targets: Sequence[str]) -> list[str]:

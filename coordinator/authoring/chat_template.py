@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +129,7 @@ class ChatTemplate:
                 as_json = (
                     message["role"] in TOOL_ROLES and i not in trained and _quoted(there) in text
                 )  # as Llama 3 has it
-                if must_stay and not as_json and not _holds(text, there):
+                if must_stay and not as_json and _end_of(there, text) is None:
                     raise _DiffersError(
                         f"{where}: the chat template leaves out or changes {what} of message {i + 1} "
                         f"({message['role']}): correct {self.name}, or take such messages out"
@@ -154,12 +153,12 @@ class ChatTemplate:
                 before = self._render([{**message, "content": _PROBE}], tools, where)[0].partition(_PROBE)[0]
             after = text if i == len(messages) - 1 else self._render(messages[: i + 1], tools, where)[0]
             begins = after.startswith(before)
-            if not begins and is_answer and i and after.startswith(self._render(messages[:i], tools, where)[0]):
-                asked = before[len(commonprefix([before, after])) :][-40:]
+            so_far = "" if begins or not (i and is_answer) else self._render(messages[:i], tools, where)[0]
+            if so_far and after.startswith(so_far) and before.startswith(so_far):
                 raise _DiffersError(
-                    f"{where}: the chat template asks for message {i + 1} ({message['role']}) with {asked!r}, with "
-                    "which it does not write one: write that at the beginning of answers, or name a template that "
-                    f"marks them with {{% generation %}} ({self.name})"
+                    f"{where}: the chat template asks for message {i + 1} ({message['role']}) with "
+                    f"{before[len(so_far) :][-80:]!r}, and does not write it so: begin answers as it asks for them, or "
+                    f"name a template that marks them with {{% generation %}} ({self.name})"
                 )
             said = _end_of((message.get("content") or "").strip(), after, len(before))
             end = None if said is None else self._end_of_message(after, text, said)
@@ -209,19 +208,20 @@ class ChatTemplate:
         return _spans_of(text) if self._marks else (text, [])
 
 
-def _holds(text: str, said: str) -> bool:
-    """Return whether a text has what a message says, though perhaps with other spaces, as Qwen3's template has them."""
-    return said in text or "".join(said.split()) in "".join(text.split())
+def _end_of(said: str, text: str, start: int = 0) -> int | None:
+    """Return the end of what a message says in a text from `start` on; None if it is not there.
 
-
-def _end_of(said: str, text: str, start: int) -> int | None:
-    """Return the end of what a message says in a text from `start` on; None if it is not there. Spaces may differ."""
+    The text may have more spaces, as Qwen3's template puts them around thoughts, but no fewer lines.
+    """
     if (at := text.find(said, start)) >= 0:
         return at + len(said)
     places = [i for i in range(start, len(text)) if not text[i].isspace()]
     letters = "".join(said.split())
-    at = "".join(text[i] for i in places).find(letters)
-    return None if at < 0 else places[at + len(letters) - 1] + 1
+    if (at := "".join(text[i] for i in places).find(letters)) < 0:
+        return None
+    begin, end = places[at], places[at + len(letters) - 1] + 1
+    has_all = end - begin >= len(said) and text.count("\n", begin, end) >= said.count("\n")
+    return end if has_all else None
 
 
 def _called(message: Mapping[str, Any]) -> list[str]:

@@ -140,8 +140,8 @@ def find_sources(
 
     An input is a file, a folder (all files in it with a supported ending), a pattern such as `data/*.jsonl.gz`, or an
     fsspec address of one of these. A folder's and a pattern's files are sorted by name. Of a folder with JSONL or
-    Parquet plain text is left out: it describes them. So are files that are held out by their names, if others are for
-    training by theirs. Both are reported. Relative paths are relative to `base`. Raises DataInputError.
+    Parquet plain text is left out, which is reported: it describes them. Files that are held out by their names beside
+    others for training are reported, too. Relative paths are relative to `base`. Raises DataInputError.
     """
     import fsspec.core
 
@@ -195,25 +195,28 @@ def _matches(fs: Any, path: str, given: str, is_pattern: bool, report: Callable[
             raise DataInputError(f"{given}: no document in this folder: looking for {', '.join(endings)}")
         rest = [p for p in paths if DocumentFile(fs, p, "").suffixes[0] not in TEXT]
         if rest and len(rest) < len(paths):
-            paths = _without(paths, rest, path, f"{given}: it has JSONL or Parquet, so plain text in it is", report)
-        splits = {p: frozenset(re.split(r"[^a-z0-9]+", p.removeprefix(path).lower())) for p in rest}
-        if any(words & TRAINING for words in splits.values()):
-            kept = [p for p, words in splits.items() if words & TRAINING or not words & HELD_OUT]
-            if len(kept) < len(rest):
-                why = f"{given}: some files are for training by their names, so those of another split are"
-                paths = _without(paths, kept, path, why, report)
+            gone = sorted(set(paths) - set(rest))
+            report(
+                f"{given}: it has JSONL or Parquet, so plain text in it is left out ({_first(gone, path)}): name such "
+                "a file to train on it"
+            )
+            paths = rest
+        words = {p: frozenset(re.split(r"[^a-z0-9]+", p.removeprefix(path).lower())) for p in rest}
+        held_out = [p for p in rest if words[p] & HELD_OUT and not words[p] & TRAINING]
+        if held_out and any(words[p] & TRAINING for p in rest):
+            report(
+                f"{given}: all its files are taken, though some are for training by their names, and others not "
+                f"({_first(held_out, path)}): name those that you mean, if this is not it"
+            )
         return path, paths
     if not fs.exists(path):
         raise DataInputError(f"{given}: no such file or folder (the path is {path})")
     return "", [path]
 
 
-def _without(paths: list[str], kept: list[str], folder: str, why: str, report: Callable[[str], None]) -> list[str]:
-    """Return the kept paths, and report the others."""
-    gone = sorted(set(paths) - set(kept))
-    first = os.path.relpath(gone[0], folder)
-    report(f"{why} left out ({first!r}, {len(gone)} in all): name such a file to train on it")
-    return kept
+def _first(paths: Sequence[str], folder: str) -> str:
+    """Return the first of these paths, and their number, for a report."""
+    return f"{os.path.relpath(paths[0], folder)!r}, {len(paths)} in all"
 
 
 def read_documents(source: DocumentFile, field: str) -> Iterator[TextSegment]:

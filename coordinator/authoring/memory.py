@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,7 +34,7 @@ def training_memory(
     if on_cpu:
         kept, layer = (40 * hidden + 16 * inner_width) * layers, 8 * (hidden + inner_width)
     casts = max(6 * max(t.numel for t in layout.tensors), 2 * hidden * vocabulary if frozen else 0)
-    if frozen and any("experts" in t.name.split(".") for t in layout.tensors):
+    if frozen and any(re.search(r"\.experts\.(?!\d)", t.name) for t in layout.tensors):
         stacked = size_in(config, "num_experts", "num_local_experts", "n_routed_experts")
         width = size_in(config, "moe_intermediate_size", "intermediate_size")
         casts = max(casts, 12 * 3 * stacked * width * hidden)

@@ -122,11 +122,12 @@ def model_of(given: dict[str, Any], vocabulary: int | None, path: Path) -> Model
 
 def with_adapter(model: ModelConfig, adapter: AdapterSettings, path: Path) -> ModelConfig:
     """Return the model with an adapter, which is what is trained. Raises SpecError."""
-    from protocol.adapter import build_adapted, held_bytes
-    from protocol.model import model_layout, plain_config
+    from protocol.adapter import build_adapted, check_targets, held_bytes
+    from protocol.model import build_model, model_layout, plain_config
 
     try:
         config = plain_config({"vocab_size": model.vocabulary} | model.table)
+        check_targets(build_model(config, device="meta"), adapter.targets)
         layout, held = model_layout(build_adapted(config, adapter)), held_bytes(config, adapter, "cuda")
         return replace(model, layout=layout, adapter=adapter, frozen_bytes=held)
     except SpecError as e:

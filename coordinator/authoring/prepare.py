@@ -514,7 +514,7 @@ class _MarkedWriter:
             if found > 1.1 * wanted:
                 report(
                     f"{', '.join(source.sources)[:200]}: {found:,} trained tokens, {found / whole:.1%} instead of "
-                    f"{source.share:.1%}: its last document came whole"
+                    f"{source.share:.1%}: the last piece came whole"
                 )
             if found < wanted:
                 raise DataInputError(

@@ -273,13 +273,16 @@ def model_of(run_file: RunFile, from_data: dict[str, Any]) -> RunModel:
 
     Raises SpecError, and RunFileError if a window does not fit the model's positions.
     """
-    from protocol.adapter import base_file_layout, base_layout, build_adapted
+    from protocol.adapter import base_file_layout, base_layout, build_adapted, check_targets
     from protocol.model import build_model, model_layout, plain_config
 
     adapter, base = run_file.model.adapter, None
     try:
         config = plain_config(from_data | run_file.model.config)
-        whole = model_layout(build_model(config, device="meta"))
+        plain = build_model(config, device="meta")
+        whole = model_layout(plain)
+        if adapter is not None:
+            check_targets(plain, adapter.targets)
         adapted = None if adapter is None else build_adapted(config, adapter)
         layout = whole if adapted is None else model_layout(adapted)
         if adapted is not None and base_layout(adapted) != whole:

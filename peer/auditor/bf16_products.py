@@ -25,12 +25,12 @@ class Bf16Products(TorchDispatchMode):
     ) -> Any:
         """Run an operation of torch: in fp32 if it multiplies bf16 tensors."""
         kwargs = kwargs or {}
-        name = func.name()
-        is_product = name == _ATTENTION or name in _PRODUCTS
+        operation = func.name()
+        is_product = operation == _ATTENTION or operation in _PRODUCTS
         if not is_product or not any(isinstance(a, Tensor) and a.dtype == torch.bfloat16 for a in args):
             return func(*args, **kwargs)
-        made = func(*map(_in_fp32, args), **kwargs)
-        if name == _ATTENTION:  # its second result, for the backward pass, is fp32 in any case
+        made = func(*map(_in_fp32, args), **{name: _in_fp32(value) for name, value in kwargs.items()})
+        if operation == _ATTENTION:  # its second result, for the backward pass, is fp32 in any case
             return _in_bf16(made[0]), made[1]
         return tuple(map(_in_bf16, made)) if isinstance(made, tuple) else _in_bf16(made)
 

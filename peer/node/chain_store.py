@@ -71,6 +71,9 @@ class ChainStore:
         self._side: BoundedDict[Digest, Round] = BoundedDict(SIDE)
         """Newest certificates beside the head's path, which a power cut may lose."""
 
+        self._without_parent: set[Digest] = set()
+        """Certificates on the disk that were left out of the tree: a damaged one before them may be fetched again."""
+
         self.chain = Chain(spec.run_id, spec.genesis.name, limits)
         self._load(self.chain)
 
@@ -81,12 +84,18 @@ class ChainStore:
         decoder = self._decoder_of_own()
         for data in self._store.certificates():
             try:
-                loaded += chain.add(decoder.decode_certificate(data))
+                certificate = decoder.decode_certificate(data)
+            except ProtocolError as e:
+                left_out, why = left_out + 1, why or str(e)
+                continue
+            try:
+                loaded += chain.add(certificate)
             except FinalizedConflict:
                 rolled_back += 1
             except UnknownParent as e:
                 if chain.rollback is None and not rolled_back:
                     left_out, why = left_out + 1, why or str(e)
+                    self._without_parent.add(certificate.digest)
                 else:
                     rolled_back += 1
             except ProtocolError as e:
@@ -125,9 +134,12 @@ class ChainStore:
         self._stored += 1
         if self._stored % SWEEP_EVERY == 0:
             # Rounds before the tree's first one were swept in their time; of those the tree knows nothing any more.
-            # Later ones than the head's may be good: a damaged one before them keeps them out of the tree.
             first, newest = chain.height(chain.root), chain.height(chain.head) - 1
-            gone = self._store.drop_certificates(lambda at, digest: at < newest and digest not in chain, first=first)
+
+            def is_unwanted(at: Round, digest: Digest) -> bool:
+                return digest not in chain and not (at >= newest and digest in self._without_parent)
+
+            gone = self._store.drop_certificates(is_unwanted, first=first)
             if gone:
                 log.info("%d certificates of branches that lost are removed from the store", gone)
 

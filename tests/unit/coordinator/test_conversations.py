@@ -145,7 +145,7 @@ def test_a_template_with_answers_that_cannot_be_asked_for_is_named_with_what_to_
         made(tmp_path, rows, template=THINKING, window=128, table={"train_on": ["assistant", "user"]})
     asks_to_think = CHATML.replace(r"assistant\n' }}{% endif", r"assistant\n<think>\n' }}{% endif")
     base_tokenizer(tmp_path / "base", asks_to_think)
-    with pytest.raises(DataInputError, match=r"asks for message 2 \(assistant\) with '<think>\\n', with which it does"):
+    with pytest.raises(DataInputError, match=r"asks for message 2 .* with '.*<think>\\n', and does not write it so"):
         made(tmp_path, rows, window=128)
 
 
@@ -204,6 +204,9 @@ def test_a_template_may_put_other_spaces_into_an_answer(tmp_path):
     template = CHATML.replace("message['content']", spaced)
     ((_, learnt),) = documents_of(made(tmp_path, [chat("q", "<think>so</think>yes")], template=template, window=128))
     assert learnt == f"<think>so\n</think>\n\nyes{TURN_END}"
+    joined = CHATML.replace("message['content']", r"(message['content'] | replace('\n', ' '))")
+    with pytest.raises(DataInputError, match="leaves out or changes the text of message 2"):
+        made(tmp_path / "joined", [chat("q", "if x:\n  y")], template=joined)
 
 
 def test_a_template_may_mark_itself_what_the_model_says(tmp_path):

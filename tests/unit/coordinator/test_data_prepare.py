@@ -457,22 +457,16 @@ def test_a_data_sets_card_is_no_document(tmp_path):
     assert any("plain text in it is left out ('README.md', 1 in all)" in line for line in said)
 
 
-def test_the_splits_of_a_data_set_that_are_held_out_are_not_trained_on(tmp_path):
+def test_the_splits_of_a_data_set_that_are_held_out_by_their_names_are_told(tmp_path):
     data = tmp_path / "set" / "data"
-    data.mkdir(parents=True)
-    for name in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001", "extra", "latest"):
+    (data / "validation").mkdir(parents=True)
+    for name in ("train-00000-of-00001", "test-00000-of-00001", "extra", "latest", "validation/0"):
         jsonl(data / f"{name}.jsonl")
-    (data / "validation").mkdir()
-    jsonl(data / "validation" / "0.jsonl")
     said: list[str] = []
-    names = [s.name for s in find_sources(["set"], tmp_path, said.append)]
-    assert names == [f"data/{n}.jsonl" for n in ("extra", "latest", "train-00000-of-00002", "train-00001-of-00002")]
-    assert len(said) == 1 and "of another split are left out ('data/test-00000-of-00001.jsonl', 2 in all)" in said[0]
-    # A person's own word counts: a file, a pattern, a folder of that split, and one without any for training.
-    assert len(find_sources(["set/data/test*.jsonl", "set/data/validation"], tmp_path)) == 2
-    for train in data.glob("train-*"):
-        train.unlink()
-    assert len(find_sources(["set"], tmp_path)) == 4
+    assert len(find_sources(["set"], tmp_path, said.append)) == 5
+    assert len(said) == 1 and "others not ('data/test-00000-of-00001.jsonl', 2 in all)" in said[0]
+    (data / "train-00000-of-00001.jsonl").unlink()
+    assert len(find_sources(["set", "set/data/test*.jsonl"], tmp_path, said.append)) == 4 and len(said) == 1
 
 
 def test_a_file_is_the_same_by_every_path_to_it(tmp_path):

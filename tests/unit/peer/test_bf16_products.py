@@ -33,6 +33,10 @@ CASES = {
     "bmm": (torch.bmm, ((3, 24, 64), (3, 64, 32))),
     "baddbmm": (torch.baddbmm, ((3, 24, 32), (3, 24, 64), (3, 64, 32))),
     "attention": (lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True), ((1, 2, 16, 32),) * 3),
+    "masked attention": (
+        lambda q, k, v: scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(16, 16).tril().bool()),
+        ((1, 2, 16, 32),) * 3,
+    ),
 }
 
 
@@ -47,7 +51,7 @@ def test_a_product_is_that_of_fp32_rounded_once(case: str):
     for one, other in zip(found, expected, strict=True):
         # The backward pass of attention reads the rounded result; all else is the very rounding of the fp32 value.
         rounded = other.to(BF16)
-        if case == "attention":
+        if case.endswith("attention"):
             torch.testing.assert_close(one, rounded, rtol=0.02, atol=0.02)
         else:
             differ = one != rounded
