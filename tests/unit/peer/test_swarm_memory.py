@@ -143,7 +143,7 @@ async def test_a_record_counts_for_its_proof_and_for_each_signature_in_it(tmp_pa
     header = wire.Envelope(kind="update-header", payload=bytes(2560)).SerializeToString()
     for packet in (wire.Packet(messages=[header]), wire.Packet(messages=[record]), wire.Packet(certificates=[header])):
         await b.swarm.send(a.key, packet)
-    assert charged == [4096, (8 + 10) * 4096, (8 + 10) * 4096]
+    assert charged == [4096, 4 * (8 + 10) * 4096, 4 * (8 + 10) * 4096]
     await a.stop()
     await b.stop()
 
