@@ -217,7 +217,8 @@ def _end_of(said: str, text: str, start: int = 0) -> int | None:
         return at + len(said)
     places = [i for i in range(start, len(text)) if not text[i].isspace()]
     letters = "".join(said.split())
-    if (at := "".join(text[i] for i in places).find(letters)) < 0:
+    at = "".join(text[i] for i in places).find(letters) if letters else -1
+    if at < 0:
         return None
     begin, end = places[at], places[at + len(letters) - 1] + 1
     has_all = end - begin >= len(said) and text.count("\n", begin, end) >= said.count("\n")

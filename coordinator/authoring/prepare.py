@@ -461,7 +461,7 @@ class _MarkedWriter:
             if roles and (missing := [r for r in self.table.train_on if r not in roles]):
                 raise DataInputError(
                     f"data.conversations.train_on: no message has the role {missing[0][:60]!r}: there are "
-                    f"{', '.join(sorted(roles))[:300]}"
+                    f"{', '.join(sorted(roles))[:300]}: correct it, or leave it out"
                 )
             for packer in self.packers:
                 packer.finish()

@@ -298,6 +298,16 @@ def test_a_template_that_asks_whether_the_content_is_none_gets_the_call_with_its
         assert learnt == f"[call]<call>{json.dumps(call['function'])}</call><|im_end|>" and learnt in whole
 
 
+def test_a_call_in_a_template_that_writes_earlier_messages_otherwise_is_refused_in_a_line(tmp_path):
+    template = TOOLS.replace('"<|im_start|>" + m.role', '("" if loop.last else "!!") + "<|im_start|>" + m.role')
+    asks_long = template.replace("assistant\n", "assistant\n" + "x" * 200)
+    assert len({TOOLS, template, asks_long}) == 3
+    row = chat("q", "a")
+    row["messages"][1] = {"role": "assistant", "tool_calls": [{"function": {"name": "dog", "arguments": {}}}]}
+    with pytest.raises(DataInputError, match=r"writes message 2 \(assistant\) otherwise"):
+        made(tmp_path, [row], template=asks_long, window=256)
+
+
 def test_a_template_that_leaves_out_a_call_is_refused(tmp_path):
     call = {"type": "function", "function": {"name": "fox", "arguments": {}}}
     row = {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]}
