@@ -623,6 +623,11 @@ def _index(model: Path, name: str) -> None:
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
 
 
+def test_a_window_that_the_model_has_no_positions_for_is_refused(model: Path, tmp_path: Path):
+    said = refused("run", "init", "--from", model, "--window", "65", "--out", tmp_path / "second.toml")
+    assert "--window" in said and "65 tokens do not fit the model's 64 positions" in said
+
+
 @pytest.mark.parametrize(
     ("harm", "says"),
     [
