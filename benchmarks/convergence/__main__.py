@@ -33,7 +33,7 @@ from benchmarks.convergence import goals, links, measure, pool, tables
 from benchmarks.convergence.corpus import FOLDER, corpus
 from benchmarks.convergence.measure import Measured
 from benchmarks.convergence.setting import PROFILES, Profile, Setting
-from benchmarks.convergence.studies import MAIN, OWN_ROWS, QUICK, STATELESS, STUDIES, Row
+from benchmarks.convergence.studies import MAIN, OWN_ROWS, QUICK, SEARCHED, STATELESS, STUDIES, Row
 from protocol.errors import CairnError
 
 NAMES = ("main", *STUDIES, *OWN_ROWS)
@@ -88,7 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = provenance | {
         "setting": tables.setting(profile, parameters),
         **{name: [tables.as_json(m) for m in found] for name, found in sections.items()},
-        "goals": goals.judged(sections["main"], profile, parameters) if "main" in sections else [],
+        "goals": [
+            *(goals.judged(sections["main"], profile, parameters) if "main" in sections else []),
+            *([goals.gap(sections["gap"], profile, parameters)] if "gap" in sections else []),
+        ],
     }
     return report.ended(results, chosen, show(results))
 
@@ -110,14 +113,15 @@ def _compared(
     """Return the main comparison and the studies, by name. Studies use the learning rate that is best for their base.
 
     The base is the main comparison's own row in other words, so where that was run, its search is not run again. A
-    study of OWN_ROWS needs only its learning rate.
+    study of OWN_ROWS needs only its learning rate, and one of SEARCHED finds its own.
     """
     sections: dict[str, list[Measured]] = {}
     if "main" in names:
         sections["main"] = _tuned(rows, profile, seeds, rate, run)
     studies = [n for n in names if n != "main"]
     lr = rate
-    if studies and (lr is None or any(n not in OWN_ROWS for n in studies)):
+    without = [n for n in studies if n not in SEARCHED and lr is None]
+    if without or any(n not in OWN_ROWS for n in studies):
         same = [m.lr for m in sections.get("main", []) if m.row.options == STATELESS]
         if same:
             sections["base"] = measure.at_rate(STUDIES["base"], same[0], profile, study_seeds, None, run)
@@ -125,8 +129,8 @@ def _compared(
             sections["base"] = _tuned(STUDIES["base"], profile, study_seeds, rate, run)
         lr = sections["base"][0].lr
     for name in studies:
-        if name == "inner":
-            sections[name] = _tuned(STUDIES[name], profile, study_seeds, rate, run)
+        if name in SEARCHED:
+            sections[name] = _tuned(own.get(name) or STUDIES[name], profile, study_seeds, rate, run)
         elif lr is not None and name != "base":
             found = own[name] if name in own else STUDIES[name]
             sections[name] = measure.at_rate(found, lr, profile, study_seeds, None, run)

@@ -162,12 +162,15 @@ PEOPLE_ROWS = tuple(Row(label, "cairn", {**STATELESS, "conditions": there}) for 
 MOMENTUM_BASE: dict[str, Any] = {**BASE, "outer_lr": 1.0, "momentum": 0.5}
 """SIGNS in the words of `variants`."""
 
+RESTORED = _from(MOMENTUM_BASE, "the norm restored", restore=True, outer_lr=1.0, momentum=0.0)
 METHOD_ROWS = (
     _from(MOMENTUM_BASE, "the default"),
     _from(MOMENTUM_BASE, "H 9, then 54 after 10%", h=9, h_late=((0.1, 54),)),
+    _from(MOMENTUM_BASE, "H 18, then 60 after 30%", h=18, h_late=((0.3, 60),)),
+    _from(MOMENTUM_BASE, "H 12, 24, 48 and 96, from 15%, 40%, 70%", h=12, h_late=((0.15, 24), (0.4, 48), (0.7, 96))),
     _from(MOMENTUM_BASE, "Muon's momentum 0.98", muon_momentum=0.98),
     _from(MOMENTUM_BASE, "one peer's update alone in the first 3 rounds", lead=3),
-    _from(MOMENTUM_BASE, "the norm restored", restore=True, outer_lr=1.0, momentum=0.0),
+    RESTORED,
     _from(MOMENTUM_BASE, "outer rate 0.65 in the last fifth", outer_late=((0.8, 0.65),)),
 )
 """Changes that might learn better than the default."""
@@ -193,9 +196,19 @@ MISSED_ROWS = (
 )
 """Updates that missed their round, and return to the error feedback."""
 
+GAP_ROWS = (
+    MAIN[1],
+    Row("the default", "cairn", SIGNS),
+    RESTORED,
+)
+"""The default beside data-parallel Muon, for longer runs and more peers: each row with its own learning rate."""
+
 OWN_ROWS = {"people": PEOPLE_ROWS, "reduced": REDUCED_ROWS, "method": METHOD_ROWS, "streaming": STREAM_ROWS,
-            "missed": MISSED_ROWS}  # fmt: skip
+            "missed": MISSED_ROWS, "gap": GAP_ROWS}  # fmt: skip
 """Studies with a base of their own: each is set beside its first row."""
+
+SEARCHED = ("inner", "gap")
+"""Studies whose rows have a search each for their learning rate."""
 
 QUICK = (
     REFERENCE,
