@@ -68,6 +68,7 @@ PROFILES = {
     for p in (
         Profile("tiny", llama(64, 172, 2, 4, 64), 512, 64, peers=4, batch=4, steps=1500, lr=4e-3),
         Profile("broad", llama(64, 172, 2, 4, 64), 512, 64, peers=4, batch=16, steps=750, lr=4e-3),
+        Profile("drawn", {**llama(64, 172, 2, 4, 64), "initializer_range": 0.125}, 512, 64, 4, 16, 750, lr=1.6e-2),
         Profile("start", llama(64, 172, 2, 4, 64), 512, 64, 4, 16, steps=180, lr=4e-3, planned=750),
         Profile("one", llama(64, 172, 2, 4, 64), 512, 64, peers=1, batch=64, steps=750, lr=1.6e-2),
         Profile("eight", llama(64, 172, 2, 4, 64), 512, 64, peers=8, batch=8, steps=750, lr=1.6e-2),
@@ -81,8 +82,8 @@ PROFILES = {
         Profile("gpu150m", llama(768, 2048, 16, 12, 1024), 32768, 1024, 8, 16, 5000, 6e-4, device="cuda"),
     )
 }
-"""0.13 (small batches; large ones; their start; 1, 8 and 16 peers, of the same global batch; long; longer), 1.1, 5.4,
-17 (8 peers; 4) and 150 million parameters."""
+"""0.13 million parameters: small batches; large ones; weights drawn for the width, 1 / sqrt(64); their start. Then 1, 8
+and 16 peers of the same global batch; long; longer. Then 1.1, 5.4, 17 (8 peers; 4) and 150 million parameters."""
 
 WARMUP = 0.04
 """Share of the training over which the learning rate rises; then a cosine to MIN_RATIO."""

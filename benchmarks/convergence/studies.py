@@ -196,6 +196,47 @@ MISSED_ROWS = (
 )
 """Updates that missed their round, and return to the error feedback."""
 
+ROBUST_ROWS = tuple(
+    _from(MOMENTUM_BASE, label + told, hostile=hostile, **how)
+    for told, hostile in (("", 0.0), (", a quarter hostile", 0.25))
+    for label, how in (
+        ("the default", {}),
+        ("the sign of the majority, rate 1", {"aggregation": "majority", "momentum": 0.0}),
+        ("the trimmed mean", {"aggregation": "trimmed"}),
+        ("centred clipping", {"aggregation": "centred"}),
+    )
+)
+"""Ways to aggregate that are to stand hostile updates, and their cost where nobody is hostile."""
+
+FEWEST_ROWS = (
+    METHOD_ROWS[0],
+    _from(MOMENTUM_BASE, "signs, H 144", h=144),
+    _from(BASE, "the 128 largest, 1 bit, H 36, beta 0.95", k=128, beta=0.95),
+    _from(BASE, "the 128 largest, 1 bit, H 36, beta 0.95, mean over all", k=128, beta=0.95, power=0.0),
+    _from(BASE, "the 128 largest of a DCT, 1 bit, H 36, beta 0.95", k=128, beta=0.95, transform="dct"),
+    _from(BASE, "the 64 largest, 1 bit, H 20, beta 0.95", k=64, h=20, beta=0.95),
+)
+"""At least 2,000 times fewer bytes than bf16 gradients."""
+
+DEMO_ROWS = tuple(
+    Row(f"DeMo, top {k} of 64 x 64, decay {decay}", "demo", {"k": k, "decay": decay})
+    for decay in (0.999, 0.99, 0.9)
+    for k in (8, 32)
+)
+
+DILOCO_ROWS = (
+    REFERENCE,
+    MAIN[1],
+    *(
+        Row(f"DiLoCo{name}, H 15, outer {lr}, {momentum}", "diloco",
+            {"h": 15, "inner": inner, "outer_lr": lr, "momentum": momentum})
+        for name, inner in (("", "adamw"), (" with Muon", "muon"))
+        for lr, momentum in ((0.7, 0.9), (0.4, 0.9), (1.0, 0.5), (1.0, 0.0))
+    ),
+    Row("the default, H 15", "cairn", {**SIGNS, "h": 15}),
+)  # fmt: skip
+"""DiLoCo with its outer step searched: of 100 rounds in the profile `tiny`."""
+
 GAP_ROWS = (
     MAIN[1],
     Row("the default", "cairn", SIGNS),
@@ -204,10 +245,11 @@ GAP_ROWS = (
 """The default beside data-parallel Muon, for longer runs and more peers: each row with its own learning rate."""
 
 OWN_ROWS = {"people": PEOPLE_ROWS, "reduced": REDUCED_ROWS, "method": METHOD_ROWS, "streaming": STREAM_ROWS,
-            "missed": MISSED_ROWS, "gap": GAP_ROWS}  # fmt: skip
+            "missed": MISSED_ROWS, "gap": GAP_ROWS, "robust": ROBUST_ROWS, "fewest": FEWEST_ROWS, "demo": DEMO_ROWS,
+            "diloco": DILOCO_ROWS}  # fmt: skip
 """Studies with a base of their own: each is set beside its first row."""
 
-SEARCHED = ("inner", "gap")
+SEARCHED = ("inner", "gap", "demo", "diloco")
 """Studies whose rows have a search each for their learning rate."""
 
 QUICK = (

@@ -41,7 +41,11 @@ class Choice:
     `outer_late`: (share, outer_lr) as density. `lead`: the number of first rounds in which the first peer's update
     alone counts. `muon_momentum`: of the inner Muon. `misses`: the chance that a round is decided without an update.
     Its values then return to the error feedback: "whole", as the next announcement decays neither them nor what was
-    left, "decayed", or "never" (`returns`). The next update claims the windows of both.
+    left, "decayed", or "never" (`returns`). The next update claims the windows of both. `hostile`: the share of peers
+    who send their update negated and ten times as large. `aggregation`: the "mean", or what is to stand hostile
+    updates. "majority" is the sign of most, as large as the mean of magnitudes. "trimmed" leaves out the largest and
+    smallest quarter of each coordinate. "centred" moves the last round's mean by those differences from it, cut to
+    their median norm (arXiv 2012.10333).
     """
 
     h: int = 10
@@ -70,6 +74,8 @@ class Choice:
     muon_momentum: float = MOMENTUM
     misses: float = 0.0
     returns: str = "whole"
+    hostile: float = 0.0
+    aggregation: str = "mean"
 
 
 class Variant(Method):
@@ -93,6 +99,8 @@ class Variant(Method):
         self.turn = 0
         self.since = 0
         self.pending: tuple[int, list[tuple[blocks.Group, Tensor, Tensor]]] | None = None
+        self.centre = torch.zeros_like(self.base)
+        """The last round's aggregate, which "centred" moves."""
         self.owed, self.weighed = torch.zeros(len(self.groups), peers), torch.ones(len(self.groups), peers)
         """Of each fragment, a peer's rounds that are not weighed yet, and the weight of its last accepted update."""
         self.generator = torch.Generator().manual_seed(setting.seed)
@@ -157,7 +165,7 @@ class Variant(Method):
         self.pending = None
         if self.turn <= self.c.lead:
             sent = [(group, decoded[:1], mask[:1]) for group, decoded, mask in sent]
-        sent, weights = self._decided(sent)
+        sent, weights = self._decided(self._as_sent(sent))
         outer_lr = _at(self.c.outer_late, now / self.setting.profile.steps, self.c.outer_lr)
         for group, mean in self._means(sent, weights):
             here, mask = group.at, next(m for g, _, m in sent if g is group)
@@ -176,6 +184,15 @@ class Variant(Method):
             self.anchor[:, here] = start
         if self.c.forget:
             self.fleet.forget_moments()
+
+    def _as_sent(
+        self, made: Sequence[tuple[blocks.Group, Tensor, Tensor]]
+    ) -> list[tuple[blocks.Group, Tensor, Tensor]]:
+        """Return the updates as they are sent: those of the hostile negated, and ten times as large."""
+        peers = len(made[0][1])
+        factors = torch.ones(peers, 1, 1, device=self.base.device)
+        factors[: round(self.c.hostile * peers)] = -10.0
+        return [(group, decoded * factors, mask) for group, decoded, mask in made]
 
     def _decided(
         self, sent: Sequence[tuple[blocks.Group, Tensor, Tensor]]
@@ -216,8 +233,12 @@ class Variant(Method):
         means = []
         for group, decoded, mask in sent:
             values = decoded * factors[:, group.tensor, None] if self.c.clip else decoded
-            senders = ((mask & (decoded != 0)) * shares).sum(0)
-            mean = (values * shares).sum(0) / senders.clamp(min=float(weights.min())) ** self.c.power
+            if self.c.aggregation == "mean":
+                senders = ((mask & (decoded != 0)) * shares).sum(0)
+                mean = (values * shares).sum(0) / senders.clamp(min=float(weights.min())) ** self.c.power
+            else:
+                mean = aggregate(self.c.aggregation, values, self.centre[group.at], group.tensor, tensors)
+                self.centre[group.at] = mean
             means.append((group, blocks.transformed(mean, self.c.transform, back=True)))
             wanted.index_add_(1, group.tensor, values.square().sum(2))
             found.index_add_(1, group.tensor, mean.square().sum(1)[None, :])
@@ -252,6 +273,25 @@ class Variant(Method):
 
     def state(self) -> Tensor:
         return self.base
+
+
+def aggregate(how: str, values: Tensor, centre: Tensor, tensor: Tensor, tensors: int) -> Tensor:
+    """Return what stands for the updates, fp32 [blocks, width], of fp32 [peers, blocks, width]: see Choice.
+
+    `centre` has the last one, `tensor` each block's tensor of `tensors`.
+    """
+    if how == "majority":
+        return values.sign().sum(0).sign() * values.abs().mean(0)
+    if how == "trimmed":
+        out = max(1, len(values) // 4)
+        return values.sort(0).values[out:-out].mean(0)
+    if how != "centred":
+        raise ValueError(f"aggregation {how!r}: want mean, majority, trimmed or centred")
+    apart = values - centre
+    energies = torch.zeros(len(values), tensors, device=values.device)
+    norms = energies.index_add_(1, tensor, apart.square().sum(2)).sqrt()
+    cut = (norms.median(0).values / norms.clamp(min=1e-30)).clamp(max=1.0)
+    return centre + (apart * cut[:, tensor, None]).mean(0)
 
 
 def _absorbed(left: Tensor, moved: Tensor, how: str) -> Tensor:

@@ -23,7 +23,7 @@ from benchmarks.convergence.setting import PROFILES, Setting
 from benchmarks.convergence.studies import BASE, MAIN, OWN_ROWS, SIGNS, STATELESS, STUDIES, Row
 from benchmarks.convergence.swarm import Cairn
 from benchmarks.convergence.synchronous import PowerSGD, Synchronous
-from benchmarks.convergence.variants import Choice, Variant
+from benchmarks.convergence.variants import Choice, Variant, aggregate
 from protocol.blob_sizes import HEADER
 from protocol.codec import make_codec
 from protocol.spec import CodecSpec
@@ -250,6 +250,32 @@ def test_overlap_applies_later_and_loses_nothing(setting: Setting):
     trained(late)
     assert late.accepted == plain.accepted
     assert late.exchanges < plain.exchanges
+
+
+def test_aggregates_that_stand_hostile_updates_follow_the_honest():
+    one = torch.zeros(1, dtype=torch.long)
+    honest = torch.tensor([[[1.0, -2.0]], [[1.0, 2.0]], [[1.0, -2.0]]])
+    updates = torch.cat([honest, torch.full((1, 1, 2), 1000.0)])
+    still = torch.zeros(1, 2)
+    assert aggregate("majority", honest, still, one, 1).tolist() == [[1.0, -2.0]]
+    assert aggregate("trimmed", updates, still, one, 1).tolist() == [[1.0, 0.0]]
+    centred = aggregate("centred", updates, still, one, 1)  # four of the median length, sqrt(5), one of them (1, 1)
+    assert centred[0, 0] == pytest.approx((3 + 5**0.5 / 2**0.5) / 4)
+    assert aggregate("centred", honest, honest[0], one, 1).tolist() == honest[0].tolist()
+    with pytest.raises(ValueError, match="want mean, majority"):
+        aggregate("best", honest, still, one, 1)
+
+
+def test_a_quarter_of_hostile_peers_shortens_the_mean_and_not_the_majority(setting: Setting):
+    def moved(**how) -> torch.Tensor:
+        tried = Variant(setting, LR, **{**BASE, "h": 1, "outer_lr": 1.0, **how})
+        first = tried.state().clone()
+        tried.step(0)
+        return tried.state() - first
+
+    honest = moved()
+    mean, majority = (float(moved(hostile=0.25, aggregation=how) @ honest) for how in ("mean", "majority"))
+    assert 0 < mean < float(honest @ honest) and majority > mean
 
 
 def test_every_row_of_every_study_is_of_a_method_and_its_options(setting: Setting):
