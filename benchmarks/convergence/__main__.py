@@ -71,7 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CairnError as e:
         print(f"benchmarks.convergence: {e}", file=sys.stderr)
         return 1
-    provenance = report.provenance("convergence", arguments, list(seeds))
+    drawn = {*(seeds if "main" in names else ()), *(study_seeds if set(names) - {"main"} else ())}
+    provenance = report.provenance("convergence", arguments, sorted(drawn))
     run = partial(pool.results, folder=FOLDER / "results", processes=chosen.processes, compiled=chosen.compile)
     parameters = Setting.of(profile, 0).layout.numel
     print(f"{parameters:,} parameters, {profile.peers} peers of {profile.batch} windows of {profile.window} tokens, "

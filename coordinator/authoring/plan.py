@@ -423,8 +423,8 @@ def _cautions(q: PlanInputs, cost: Cost, rounds: int) -> Iterator[str]:
         )
     if q.peers > measurements.MEASURED_PEERS:
         yield (
-            f"losses were measured with {measurements.MEASURED_PEERS} peers: expect higher ones with {q.peers}, as "
-            f"8 peers had in fine-tuning ({measurements.FINE_TUNING})"
+            f"losses were measured with {measurements.MEASURED_PEERS} peers: expect higher ones with {q.peers}, since "
+            f"{measurements.MORE_PEERS}"
         )
 
 
