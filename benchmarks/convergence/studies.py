@@ -223,6 +223,7 @@ DEMO_ROWS = tuple(
     for decay in (0.999, 0.99, 0.9)
     for k in (8, 32)
 )
+"""DeMo with decays that suit a run of 750 steps, and as published."""
 
 DILOCO_ROWS = (
     REFERENCE,

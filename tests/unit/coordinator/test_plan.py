@@ -255,6 +255,16 @@ def test_each_finding_is_recorded_with_its_outer_step(m: MeasuredSetting):
     assert f"{statistics.fmean(loss / alone[seed] for seed, loss in row['losses'].items()):.3f}" == f"{m.loss:.3f}"
 
 
+def test_the_loss_of_more_peers_is_the_recorded_one():
+    def above(name: str) -> float:
+        muon, ours = json.loads((ROOT / f"docs/results/{name}.json").read_text())["gap"][:2]
+        return statistics.fmean(ours["losses"][s] / loss for s, loss in muon["losses"].items()) - 1
+
+    (few,) = [m for m in MEASURED if str(m) == "sign, H 36"]
+    said = f"16 that shared the batch of 4 ended {above('convergence_many'):.0%} above data-parallel Muon, and 4 ended"
+    assert measurements.MORE_PEERS.startswith(f"{said} {few.loss - 1:.0%} above")
+
+
 def test_what_is_written_for_fine_tuning_has_the_least_loss_that_is_recorded():
     found = json.loads((ROOT / "docs/results/finetune.json").read_text())
 
