@@ -73,6 +73,8 @@ PROFILES = {
         Profile("one", llama(64, 172, 2, 4, 64), 512, 64, peers=1, batch=64, steps=750, lr=1.6e-2),
         Profile("eight", llama(64, 172, 2, 4, 64), 512, 64, peers=8, batch=8, steps=750, lr=1.6e-2),
         Profile("many", llama(64, 172, 2, 4, 64), 512, 64, peers=16, batch=4, steps=750, lr=1.6e-2),
+        Profile("manylong", llama(64, 172, 2, 4, 64), 512, 64, peers=16, batch=4, steps=3000, lr=8e-3),
+        Profile("wide", llama(64, 172, 2, 4, 64), 512, 64, peers=16, batch=16, steps=750, lr=1.6e-2),
         Profile("long", llama(64, 172, 2, 4, 64), 512, 64, peers=4, batch=16, steps=3000, lr=1.6e-2),
         Profile("longer", llama(64, 172, 2, 4, 64), 512, 64, peers=4, batch=16, steps=7200, lr=8e-3),
         Profile("small", llama(192, 512, 2, 6, 128), 1024, 128, peers=4, batch=4, steps=900, lr=2e-3),
@@ -83,7 +85,8 @@ PROFILES = {
     )
 }
 """0.13 million parameters: small batches; large ones; weights drawn for the width, 1 / sqrt(64); their start. Then 1, 8
-and 16 peers of the same global batch; long; longer. Then 1.1, 5.4, 17 (8 peers; 4) and 150 million parameters."""
+and 16 peers of the same global batch; 16 for longer; 16 of four times the batch; 4 for longer; for longer still. Then
+1.1, 5.4, 17 (8 peers; 4) and 150 million parameters."""
 
 WARMUP = 0.04
 """Share of the training over which the learning rate rises; then a cosine to MIN_RATIO."""
