@@ -1,4 +1,4 @@
-"""A round's exchange on an emulated WAN: Cairn's codecs, hivemind's averager, gloo, and the floor, one table.
+"""A round's exchange on an emulated WAN: Cairn's codecs, hivemind's averager, gloo, PCCL, and the floor.
 
     python -m benchmarks.exchange_wan [--quick] [--json FILE] [--parameters 25M] [--peers 4] [--rows sparse,gloo]
                                       [--dies] [--add]
@@ -26,6 +26,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,12 @@ def main(argv: list[str] | None = None) -> int:
         wanted = ["sparse", "sign"]
     if unknown := [name for name in wanted if name not in SYSTEMS]:
         parser.error(f"--rows: there is no {', '.join(unknown)}; there are {', '.join(SYSTEMS)}")
+    if find_spec("pccl") is None and (unplayable := [name for name in wanted if name.startswith("pccl")]):
+        missing = f"{', '.join(unplayable)}: no module pccl; benchmarks/exchange_wan/pccl_peer.py says where it is"
+        if options.rows:
+            parser.error(f"--rows: {missing}")
+        print(f"left out: {missing}", file=sys.stderr)
+        wanted = [name for name in wanted if name not in unplayable]
     parameters, rounds = (4_000_000, 2) if options.quick else (options.parameters, options.rounds)
     if min(rounds, options.warm) < 1:
         parser.error("--rounds, --warm: one at least")

@@ -106,6 +106,10 @@ def _hivemind(says: str, wire: str, width: float, *, quic: bool = False) -> Syst
     return System(f"{PACKAGE}.hivemind_peer", says, {"compression": wire, "quic": quic}, width=width)
 
 
+def _pccl(says: str, width: float, *, quantised: bool = False) -> System:
+    return System(f"{PACKAGE}.pccl_peer", says, {"quantised": quantised}, width=width)
+
+
 SYSTEMS: dict[str, System] = {
     "sparse": _cairn("sparse, 64 of 4096", "sparse", k=64),
     "sign": _cairn("sign (the default)", "sign"),
@@ -122,6 +126,8 @@ SYSTEMS: dict[str, System] = {
     "hivemind-fp16": _hivemind("hivemind's averager, fp16", "fp16", 2.0),
     "hivemind-none": _hivemind("hivemind's averager, fp32", "none", 4.0),
     "gloo": System(f"{PACKAGE}.gloo_peer", "torch.distributed, gloo, fp32", width=4.0),
+    "pccl": _pccl("PCCL, fp32", 4.0),
+    "pccl-u8": _pccl("PCCL, u8", 1.0, quantised=True),
 }
 """In the order of the table."""
 
