@@ -245,9 +245,17 @@ GAP_ROWS = (
 )
 """The default beside data-parallel Muon, for longer runs and more peers: each row with its own learning rate."""
 
+MOMENTUM_ROWS = (
+    GAP_ROWS[1],
+    Row("momentum 0.7", "cairn", {**SIGNS, "outer": {**NESTEROV, "momentum": 0.7}}),
+    Row("momentum 0.9, rate 0.3", "cairn", {**SIGNS, "outer": {**NESTEROV, "momentum": 0.9, "lr": 0.3}}),
+    Row("no momentum, rate 1.4", "cairn", STATELESS),
+)
+"""More and less memory between the peers, for longer runs."""
+
 OWN_ROWS = {"people": PEOPLE_ROWS, "reduced": REDUCED_ROWS, "method": METHOD_ROWS, "streaming": STREAM_ROWS,
             "missed": MISSED_ROWS, "gap": GAP_ROWS, "robust": ROBUST_ROWS, "fewest": FEWEST_ROWS, "demo": DEMO_ROWS,
-            "diloco": DILOCO_ROWS}  # fmt: skip
+            "diloco": DILOCO_ROWS, "momentum": MOMENTUM_ROWS}  # fmt: skip
 """Studies with a base of their own: each is set beside its first row."""
 
 SEARCHED = ("inner", "gap", "demo", "diloco")
