@@ -229,9 +229,14 @@ def show(found: Mapping[str, Any]) -> str:
         if told := searched(rows):
             parts.append(told)
         if any(r["death"] for r in rows):
-            told = [[r["name"], death(r)] for r in rows if r["death"]]
-            parts.append(report.table(["one of them is killed in mid-round", "what happens to the others"], told))
+            parts.append(deaths(rows))
     return "\n\n".join(parts)
+
+
+def deaths(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the table of what happened to the others when one peer was killed."""
+    told = [[r["name"], death(r)] for r in rows if r["death"]]
+    return report.table(["one of them is killed in mid-round", "what happens to the others"], told)
 
 
 def searched(rows: Sequence[Mapping[str, Any]]) -> str:
