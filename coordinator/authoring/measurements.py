@@ -18,7 +18,10 @@ LARGEST_MEASURED = 131_904
 """Parameters of the largest model behind the figures."""
 MEASURED_PEERS = 4
 """Peers in each comparison behind the figures."""
-MORE_PEERS = f"16 that shared the batch of 4 ended 17% above data-parallel Muon, and 4 ended 5% above ({SOURCE})"
+MORE_PEERS = (
+    "16 that shared the batch of 4 ended 17% above data-parallel Muon after 21 rounds and 5% above after 84, and 4 "
+    f"ended 5% and 2% above ({SOURCE})"
+)
 
 
 @dataclass(frozen=True, slots=True)
