@@ -85,8 +85,8 @@ PROFILES = {
     )
 }
 """0.13 million parameters: small batches; large ones; weights drawn for the width, 1 / sqrt(64); their start. Then 1, 8
-and 16 peers of the same global batch; 16 for longer; 16 of four times the batch; 4 for longer; for longer still. Then
-1.1, 5.4, 17 (8 peers; 4) and 150 million parameters."""
+and 16 peers of the same global batch. Then more steps of 16 peers (manylong), more windows of 16 (wide), more steps of
+4 (long, longer). Then 1.1, 5.4, 17 (8 peers; 4) and 150 million parameters."""
 
 WARMUP = 0.04
 """Share of the training over which the learning rate rises; then a cosine to MIN_RATIO."""

@@ -69,7 +69,9 @@ def main(argv: list[str] | None = None) -> int:
     if unknown := [name for name in wanted if name not in SYSTEMS]:
         parser.error(f"--rows: there is no {', '.join(unknown)}; there are {', '.join(SYSTEMS)}")
     if find_spec("pccl") is None and (unplayable := [name for name in wanted if name.startswith("pccl")]):
-        missing = f"{', '.join(unplayable)}: no module pccl; benchmarks/exchange_wan/pccl_peer.py says where it is"
+        missing = (
+            f"{', '.join(unplayable)}: no module pccl; benchmarks/exchange_wan/pccl_peer.py says how to install it"
+        )
         if options.rows:
             parser.error(f"--rows: {missing}")
         print(f"left out: {missing}", file=sys.stderr)
@@ -242,11 +244,14 @@ def deaths(rows: Sequence[Mapping[str, Any]]) -> str:
 def searched(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a sentence about hivemind's searches for a group, which are not part of its rounds."""
     found = [
-        f"{r['says'].partition(', ')[2]} {r['matchmaking']:.1f} s"
-        + (f" ({again} begun again, since a peer was left out)" if (again := r.get("searches", 0)) else "")
+        f"{r['name'].partition('-')[2]} {r['matchmaking']:.1f} s"
+        + (f" ({again} begun again)" if (again := r.get("searches", 0)) else "")
         for r in rows if r["matchmaking"] is not None
     ]  # fmt: skip
-    return f"hivemind's search for a group before each round is not counted: {', '.join(found)}." if found else ""
+    if not found:
+        return ""
+    said = f"hivemind's search for a group before each round is not counted: {', '.join(found)}."
+    return said + (" A search that left a peer out was begun again." if "again" in said else "")
 
 
 def beside_hivemind(rows: Sequence[Mapping[str, Any]]) -> str:

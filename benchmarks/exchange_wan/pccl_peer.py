@@ -4,8 +4,8 @@
 
 Needs PCCL's Python bindings (`import pccl`): `pip install pypccl` with Python 3.12, or `python/framework` of its
 sources, with the `libpccl.so` that its `cmake` builds beside `_loader.py`. Peer 0 also runs the master, on its own
-host. All values are one operation. PCCL's pool of connections also allows 4, 16 or 32 operations at a time. With them
-25M values in 8 bits took 1.2, 1.4 and 2.6 times as long, of 4 peers on two cores.
+host. All values are one operation. PCCL's pool of connections allows several at a time; in trials that are not recorded
+4, 16 and 32 were slower, with 4 peers on two cores.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,9 @@ def main() -> int:
         try:
             info = communicator.all_reduce_multiple_with_retry([operation])
         except pccl.PCCLError as e:
-            diary.say("failed", round_number, reason=str(e)[:200], shares=shares(found, n, round_number))
+            at = time.monotonic()
+            held = shares(found, n, round_number)
+            diary.say("failed", round_number, ended=at, reason=str(e)[:200], shares=held)
             return 0
         diary.say("done", round_number, shares=None, taking_part=info.local_world_size)
         diary.say("values", round_number, shares=shares(found, n, round_number))
@@ -65,7 +68,9 @@ def _meet(pccl: Any, communicator: Any, n: int) -> None:
         if time.monotonic() > end:
             raise TimeoutError(f"not all of the {n} peers came within {MEETING_SECONDS:.0f} s")
         if communicator.are_peers_pending():
-            communicator.update_topology()
+            # Fails where a peer came or left meanwhile; the next attempt sees that.
+            with suppress(pccl.PCCLError):
+                communicator.update_topology()
         time.sleep(0.1)
 
 

@@ -19,8 +19,8 @@ LARGEST_MEASURED = 131_904
 MEASURED_PEERS = 4
 """Peers in each comparison behind the figures."""
 MORE_PEERS = (
-    "16 that shared the batch of 4 ended 17% above data-parallel Muon after 21 rounds and 5% above after 84, and 4 "
-    f"ended 5% and 2% above ({SOURCE})"
+    "after 21 rounds 16 that shared the batch of 4 ended 17% above data-parallel Muon, and 4 ended 5% above; after 84 "
+    f"rounds 5% and 2% ({SOURCE})"
 )
 
 

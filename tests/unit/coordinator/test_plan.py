@@ -262,9 +262,9 @@ def test_the_loss_of_more_peers_is_the_recorded_one():
 
     (few,) = [m for m in MEASURED if str(m) == "sign, H 36"]
     assert measurements.MORE_PEERS.startswith(
-        f"16 that shared the batch of 4 ended {above('convergence_many'):.0%} above data-parallel Muon after 21 rounds "
-        f"and {above('convergence_manylong'):.0%} above after 84, and 4 ended {few.loss - 1:.0%} and "
-        f"{above('convergence_long'):.0%} above"
+        f"after 21 rounds 16 that shared the batch of 4 ended {above('convergence_many'):.0%} above data-parallel "
+        f"Muon, and 4 ended {few.loss - 1:.0%} above; after 84 rounds {above('convergence_manylong'):.0%} and "
+        f"{above('convergence_long'):.0%} "
     )
 
 
