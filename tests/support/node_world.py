@@ -469,6 +469,12 @@ class NodeWorld:
         """Return the blobs of the round that is open at a node."""
         return {h.body.blob for h in self.nodes[name].machine.summary(time.monotonic()).headers}
 
+    def announced_in(self, name: str, number: int) -> set[Digest]:
+        """Return the blobs of a round's updates that a node knows, whether the round is open there or decided."""
+        decided = [u for c in self.path(name) for u in c.record.body.updates]
+        known = [*decided, *self.nodes[name].machine.summary(time.monotonic()).headers]
+        return {h.body.blob for h in known if h.body.round == number}
+
     def slices(self, name: str) -> set[Digest]:
         """Return the partial blobs of a node's store."""
         return {Digest.parse(f.name) for f in (self.folder / name / "store" / "partial").glob("*") if not f.suffix}
