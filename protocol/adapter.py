@@ -8,8 +8,10 @@ Stacked experts are those that `transformers` from version 5 on holds as one par
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -22,7 +24,14 @@ from protocol.errors import MalformedError, SpecError
 from protocol.extras import install
 from protocol.layout import Layout
 from protocol.model import build_model, one_line, seeded
-from protocol.quantised import ABSMAX, BITSANDBYTES_MISSING, QuantisedForm, QuantisedLinear, check_kernels
+from protocol.quantised import (
+    ABSMAX,
+    BITSANDBYTES_MISSING,
+    QuantisedForm,
+    QuantisedLinear,
+    check_kernels,
+    without_kernel_hub,
+)
 from protocol.spec import ALL_LINEAR, AdapterSettings, AdapterSpec, ModelSpec
 from protocol.state import FileBytes, tensors_in
 
@@ -392,8 +401,9 @@ def missing_package(adapter: AdapterSettings | None) -> str:
 
 
 def _peft() -> Any:
-    try:
-        import peft
-    except ImportError:
-        raise SpecError(PEFT_MISSING) from None
+    with nullcontext() if "peft" in sys.modules else without_kernel_hub():
+        try:
+            import peft
+        except ImportError:
+            raise SpecError(PEFT_MISSING) from None
     return peft

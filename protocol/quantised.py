@@ -141,13 +141,9 @@ def _even_steps(device: torch.device) -> Tensor:
 
 
 def imported() -> Any:
-    """Return the functions of bitsandbytes. Raises SpecError if it is not installed.
-
-    On some CPUs it would load a kernel from a model hub by the package `kernels`, or warn that this package is not
-    installed. No function that is used here needs that kernel.
-    """
+    """Return the functions of bitsandbytes. Raises SpecError if it is not installed."""
     first = not torch.compiler.is_compiling() and "bitsandbytes" not in sys.modules
-    with _without_hub() if first else nullcontext():
+    with without_kernel_hub() if first else nullcontext():
         try:
             from bitsandbytes import functional
         except ImportError:
@@ -156,7 +152,12 @@ def imported() -> Any:
 
 
 @contextmanager
-def _without_hub() -> Iterator[None]:
+def without_kernel_hub() -> Iterator[None]:
+    """Import bitsandbytes, or peft, which imports it, without a download.
+
+    On some CPUs it would load a kernel from a model hub by the package `kernels`, or warn that this package is not
+    installed. No function that is used here needs that kernel.
+    """
     log = logging.getLogger("bitsandbytes.backends.cpu.ops")
     hub, level = sys.modules.get("kernels"), log.level
     sys.modules["kernels"] = None  # type: ignore[assignment] - its import fails

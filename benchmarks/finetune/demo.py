@@ -25,6 +25,7 @@ from benchmarks.finetune.example import SIZE
 from cairn.commands.serve import coordinator_folder
 from cairn.demo.processes import Process, serve, stop_all, wait_for_file
 from protocol.errors import CairnError
+from protocol.quantised import without_kernel_hub
 
 NAME = "finetune"
 PEERS = ("ada", "alan", "edsger", "grace")
@@ -165,7 +166,8 @@ def _cairn(*arguments: str) -> str:
 def _judge(base: Path, adapter: Path, held_out: Path, say) -> int:
     """Let peft load the adapter; compare answers and losses with the base model's."""
     warnings.simplefilter("ignore", FutureWarning)  # peft's, of transformers
-    from peft import PeftModel
+    with without_kernel_hub():
+        from peft import PeftModel
     from transformers.generation.configuration_utils import GenerationConfig
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
     from transformers.models.auto.tokenization_auto import AutoTokenizer

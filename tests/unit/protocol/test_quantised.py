@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -163,3 +165,12 @@ def test_bitsandbytes_is_imported_without_the_package_that_downloads_kernels(tmp
     finally:
         for name in [n for n in sys.modules if n.split(".")[0] == "bitsandbytes"]:
             del sys.modules[name]
+
+
+def test_peft_which_imports_bitsandbytes_is_imported_in_the_same_way(tmp_path):
+    (tmp_path / "kernels.py").write_text("")
+    (tmp_path / "peft.py").write_text("try:\n    import kernels\nexcept ImportError:\n    kernels = None\n")
+    script = "from protocol import adapter; assert adapter._peft().kernels is None; import kernels"
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": paths}, timeout=120)
+    assert done.returncode == 0
